@@ -1,0 +1,11 @@
+"""fxddp: data-parallel training for `torch.compile`, as passes over the AOTAutograd backward graph.
+
+    model = torch.compile(model, backend=fxddp.backend(bucket_mb=25))
+"""
+
+from .agreement import RanksDisagree
+from .backend import Backend, backend, backend_of, no_sync
+from .stats import BackwardRecord, Stats
+
+__version__ = "0.1.0"
+__all__ = ["Backend", "BackwardRecord", "RanksDisagree", "Stats", "backend", "backend_of", "no_sync"]

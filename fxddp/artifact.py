@@ -1,0 +1,85 @@
+"""A compiled backward: a program, its compiled pieces, and how AOTAutograd's cache holds them.
+
+Note [compile cache]: AOTAutograd's cache, in its bundled form, stores any `OutputCode` whole. A `SplitBackward` is one, so
+a warm process loads forward, plan and pieces without tracing the backward. Everything the run needs is in it; which
+parameters, group and world size it serves is decided by the call. On a cache hit no pass runs: whoever wants the plan is
+told when the artifact is built or loaded (`loading`).
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from . import _compat
+from .passes.pipeline import Rewritten
+from .passes.split import Program
+
+_OutputCode: Any = _compat.output_code_class()
+_local = threading.local()
+
+
+@contextmanager
+def loading(receiver: Callable[["SplitBackward"], None]) -> Iterator[None]:
+    """Tells `receiver` of every backward that is built or loaded from a cache inside."""
+    previous = getattr(_local, "receiver", None)
+    _local.receiver = receiver
+    try:
+        yield
+    finally:
+        _local.receiver = previous
+
+
+class SplitBackward(_OutputCode):  # type: ignore[misc]
+    """The backward of one graph, called by AOTAutograd with a list of saved values and tangents.
+
+    Attributes:
+        program: what to run, launch and return.
+        pieces: compiled pieces, each called with a list.
+        mutated: positions of the Dynamo inputs whose data the forward changes.
+        whole: the unsplit backward with the collectives inside, or None.
+        group_name, group_size: what `whole` was compiled for.
+    """
+
+    def __init__(self, program: Program, pieces: Sequence[Any], mutated: tuple[int, ...]) -> None:
+        super().__init__()
+        self._boxed_call = True
+        self.program = program
+        self.pieces: Sequence[Any] = tuple(pieces)
+        self.mutated = mutated
+        self.whole: Callable[[list[Any]], Any] | None = None
+        self.local: Callable[[], Sequence[Any]] | None = None
+        self.group_name = ""
+        self.group_size = 0
+        self.rewritten: Rewritten | None = None
+
+    def announce(self) -> "SplitBackward":
+        """Hands this backward to whoever waits for it."""
+        receiver = getattr(_local, "receiver", None)
+        if receiver is not None:
+            receiver(self)
+        return self
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        from .executor import execute
+
+        return execute(self, inputs)
+
+    def local_pieces(self) -> Sequence[Any]:
+        """The pieces that compute local gradients; an unsplit backward compiles them when they are first needed."""
+        if not self.pieces and self.local is not None:
+            self.pieces = tuple(self.local())
+        return self.pieces
+
+    def prepare_for_serialization(self) -> None:
+        if self.whole is not None:
+            raise _compat.bypass_cache("an unsplit backward names its process group")
+        self.pieces = tuple(_compat.dump_piece(piece) for piece in self.pieces)
+        self.local = self.rewritten = None
+
+    def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+        self.pieces = tuple(_compat.load_piece(piece) for piece in self.pieces)
+        self.announce()
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        """Pieces carry their own."""

@@ -1,0 +1,321 @@
+"""The Dynamo backend: `torch.compile(model, backend=fxddp.backend(…))`."""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from . import _compat
+from .agreement import Agreement
+from .backward import Backward
+from .call import Binding
+from .compiler import Compilation
+from .config import Settings, make_settings, split_options
+from .group import GroupLookup
+from .passes.plan import BucketPlan
+from .replica import Replica
+from .site import Site, inspect
+from .stats import EventLog, Stats
+from .uncovered import Watch, refuse_subclass
+
+
+class Backend:
+    """A `torch.compile` backend whose compiled backward averages gradients over the ranks. Made by `fxddp.backend`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.lookup = GroupLookup(settings.process_group)
+        self.watch = Watch(self)
+        self.replica = Replica()
+        self.agreement = Agreement(self)
+        self.log = EventLog()
+        self.sites: list[Site] = []
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._running: dict[int, Backward] = {}
+        self._local_scopes: list[frozenset[int] | None] = []
+        self.__name__ = "fxddp"
+        listen()
+
+    def __repr__(self) -> str:
+        settings = self.settings
+        return f"<fxddp backend: buckets of {settings.cap / (1 << 20):g} MiB, inner={settings.inner!r}, split={settings.split}>"
+
+    # --- compiling -----------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Any:
+        """Compiles a Dynamo graph; called by `torch.compile`. Communicates nothing."""
+        settings = self._settings_for(options, mode)
+        self._adopt_modules_of(gm)
+        names, trained, buffers = inspect(gm, inputs, {id(tensor): name for name, tensor in self.known_tensors()})
+        for position, value in trained.items():
+            refuse_subclass(value, names[position])
+        try:
+            group = self.lookup()
+        except RuntimeError:  # refused when the graph runs; compiling alone is allowed
+            group = None
+        name, size = (group.name, group.size) if group is not None else ("", 1)
+        compilation = Compilation(settings, trained, name, size)
+        graph = _compat.copy_graph(gm) if settings.keep_graphs else None
+        compiled = compilation.compile(gm, inputs)
+        site = Site(self, names, tuple(trained), buffers, compilation, compiled, graph)
+        self.sites.append(site)
+        return site
+
+    def _settings_for(self, options: Mapping[str, Any] | None, mode: str | None) -> Settings:
+        """`torch.compile(…, backend=fxddp.backend(…), options=…, mode=…)`: inductor's settings may come from there too."""
+        if not options and not mode:
+            return self.settings
+        own, rest = split_options(options or {})
+        if own:
+            raise ValueError(f"options {sorted(own)} belong to fxddp.backend(…), which was given already: put them there")
+        extra = make_settings(inner=self.settings.inner, options=rest, mode=mode).options
+        return replace(self.settings, options={**self.settings.options, **extra})
+
+    def reset(self) -> None:
+        """Called by `torch._dynamo.reset`, which also forgets listeners."""
+        listen()
+
+    # --- the modules behind the graphs -----------------------------------------------------------------------------------
+
+    def adopt(self, module: nn.Module) -> None:
+        """Takes responsibility for all parameters of a module, whether or not a graph will cover them."""
+        if any(reference() is module for reference in self._modules):
+            return
+        self._modules.append(weakref.ref(module))
+        for name, parameter in module.named_parameters():
+            self.watch.add(parameter, name)
+
+    def known_tensors(self) -> list[tuple[str, Tensor]]:
+        """Named parameters and buffers of the modules this backend knows."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                    found.setdefault(id(tensor), (name, tensor))
+        return list(found.values())
+
+    def _adopt_modules_of(self, gm: fx.GraphModule) -> None:
+        """Adopts the modules in reach of the compiled frame that own a parameter of this graph."""
+        wanted = {id(_compat.placeholder_example(node)) for node in gm.graph.find_nodes(op="placeholder")}
+        for module in _modules_in(_compat.frame_variables().values()):
+            if any(id(p) in wanted for p in module.parameters()):
+                self.adopt(module)
+
+    # --- running -----------------------------------------------------------------------------------------------------------
+
+    def backward(self) -> Backward:
+        """The running backward."""
+        task = _compat.task_id()
+        running = self._running.get(task)
+        if running is None:
+            running = self._running[task] = Backward(self, task)
+        return running
+
+    def forget(self, backward: Backward) -> None:
+        """Called when a backward is over."""
+        self._running.pop(backward.task, None)
+
+    def is_sync(self, binding: Binding) -> bool:
+        """Whether a forward of these parameters, here and now, will synchronise."""
+        return not self._local_scopes or not any(
+            scope is None or not scope.isdisjoint(binding.ids) for scope in self._local_scopes
+        )
+
+    @property
+    def under_no_sync(self) -> bool:
+        """Whether all models of this backend are under `no_sync` here and now."""
+        return None in self._local_scopes
+
+    @contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Gradients of forwards that run inside stay local and accumulate; the next synchronised backward averages the sum.
+
+        As under DistributedDataParallel, where the *forward* ran decides. Parameters that only eager code uses follow the
+        other forwards of the same backward, or, if it has none, the place of the backward.
+
+        Args:
+            model: only this one of several models on the backend.
+        """
+        scope = None if model is None else frozenset(map(id, model.parameters()))
+        self._local_scopes.append(scope)
+        try:
+            yield
+        finally:
+            self._local_scopes.remove(scope)
+
+    # --- looking -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def plans(self) -> tuple[BucketPlan, ...]:
+        """The bucket plans of the compiled graphs that have a backward, in the order they were compiled."""
+        return tuple(site.compilation.backward.program.plan for site in self.sites if site.compilation.backward is not None)
+
+    def stats(self) -> Stats:
+        """What the last backwards launched, ran and waited for."""
+        return self.log.stats()
+
+
+def backend(
+    bucket_mb: float = 25,
+    *,
+    first_bucket_mb: float = 1,
+    process_group: dist.ProcessGroup | None = None,
+    inner: Any = "inductor",
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    split: bool = True,
+    init_sync: bool = True,
+    forward_sync_buffers: bool = True,
+    find_unused_parameters: bool = False,
+    static_graph: bool = False,
+    keep_graphs: bool = False,
+) -> Backend:
+    """Makes a backend for `torch.compile` that trains data-parallel.
+
+    Args:
+        bucket_mb: size of a bucket in MiB; gradients are all-reduced bucket by bucket, in the order they become ready.
+        first_bucket_mb: size of the first bucket in MiB; a small one starts the communication early.
+        process_group: the group to average over; None for the default group. Without `torch.distributed` the model trains
+            alone.
+        inner: what compiles forward and the pieces of the backward: "inductor", "aot_eager" (runs the operators one by one;
+            for debugging), or a callable `(graph, example_inputs) -> callable`.
+        options, mode: inductor's settings, as in `torch.compile`.
+        split: cut the backward at the buckets and launch between the pieces; False keeps one graph with the collectives
+            inside.
+        init_sync: check shapes and send rank 0's parameters and buffers when a model first runs with grad enabled.
+        forward_sync_buffers: send rank 0's buffers before each forward that changes them and will synchronise.
+        find_unused_parameters: accepted for DistributedDataParallel's sake: parameters without gradient are found from the
+            graph in any case. Ranks that use different parameters in one step raise; averaging over their union is not
+            supported yet.
+        static_graph: raise, naming the parameters, if the set that gets gradients ever changes.
+        keep_graphs: keep all graphs for `fxddp.explain`, at the cost of host memory.
+
+    Raises:
+        ValueError: an argument is not allowed; names argument, value and what is allowed.
+    """
+    return Backend(
+        make_settings(
+            bucket_mb,
+            first_bucket_mb=first_bucket_mb,
+            process_group=process_group,
+            inner=inner,
+            options=options,
+            mode=mode,
+            split=split,
+            init_sync=init_sync,
+            forward_sync_buffers=forward_sync_buffers,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            keep_graphs=keep_graphs,
+        )
+    )
+
+
+_named: dict[str, Backend] = {}
+
+
+def by_name(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Any:
+    """The backend under its name: `torch.compile(model, backend="fxddp", options={"bucket_mb": 25})`."""
+    return named_backend(options, mode)(gm, inputs)
+
+
+def named_backend(options: Mapping[str, Any] | None, mode: str | None) -> Backend:
+    """The one backend behind these options: models compiled by name with equal options share it."""
+    own, rest = split_options(options or {})
+    key = repr((sorted(own.items(), key=str), sorted(rest.items(), key=str), mode))
+    if key not in _named:
+        _named[key] = backend(**own, options=rest, mode=mode)
+    return _named[key]
+
+
+def backend_of(model: Any) -> Backend:
+    """The backend of a model or function compiled with fxddp; of a regionally compiled module, that of its first part.
+
+    Raises:
+        ValueError: it is not compiled, or with another backend.
+    """
+    found = _backends(model)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} is not compiled with fxddp: pass what torch.compile(…, backend=fxddp.backend(…)) returned, or a "
+            "module on which .compile(backend=…) was called"
+        )
+    return found[0]
+
+
+@contextmanager
+def no_sync(model: Any) -> Iterator[None]:
+    """`Backend.no_sync` for one compiled model, whatever backends its parts have."""
+    backend_of(model)
+    with ExitStack() as stack:
+        for each in _backends(model):
+            stack.enter_context(each.no_sync(model if isinstance(model, nn.Module) else None))
+        yield
+
+
+def _backends(model: Any) -> list[Backend]:
+    candidates = [model, *(model.modules() if isinstance(model, nn.Module) else ())]
+    found: dict[int, Backend] = {}
+    for candidate in candidates:
+        wrapper = _compat.compile_wrapper(candidate)
+        inner = _compat.inner_backend(wrapper)
+        if inner is by_name:
+            arguments = getattr(wrapper, "kwargs", {})
+            inner = named_backend(arguments.get("options"), arguments.get("mode"))
+        if isinstance(inner, Backend):
+            found.setdefault(id(inner), inner)
+    return list(found.values())
+
+
+def listen() -> None:
+    """Has Dynamo tell when it starts on a frame for one of our backends.
+
+    It may compile nothing of it (an LSTM, a frame without tensor work); then the module's parameters are known all the same.
+    """
+    _compat.on_frame(_frame_started)
+
+
+def _frame_started(compiler: Any, variables: Mapping[str, Any]) -> None:
+    if isinstance(compiler, Backend):
+        for name in ("self", "fn", "mod"):
+            for module in _modules_in([variables.get(name)]):
+                compiler.adopt(module)
+
+
+def _modules_in(values: Any) -> Iterator[nn.Module]:
+    """Modules among these values, or one step inside: the object of a bound method, an attribute, an item, a closure's cell."""
+    for value in list(values):
+        value = getattr(value, "__self__", value)
+        if isinstance(value, nn.Module):
+            yield getattr(value, "_orig_mod", value)
+            continue
+        inside: list[Any] = []
+        if isinstance(value, (list, tuple)):
+            inside += value[:64]
+        elif isinstance(value, dict):
+            inside += list(value.values())[:64]
+        elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type):
+            inside += list(vars(value).values())
+        for cell in getattr(value, "__closure__", None) or ():
+            inside += [cell.cell_contents] if _compat._filled(cell) else []
+        for item in inside:
+            if isinstance(item, nn.Module):
+                yield getattr(item, "_orig_mod", item)

@@ -1,0 +1,116 @@
+"""One forward through a compiled graph: which parameters it used, and whether its backward will synchronise.
+
+Note [identity]: parameters are inputs of a compiled graph, and one graph serves every module of a class. A `Binding` is
+the set of parameters a graph was called with; a `Call` is one forward. The call travels to its backward on the autograd
+node of its results, as a pre-hook, which runs right before the compiled backward and sees which outputs got a gradient.
+"""
+
+import weakref
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from . import _compat, executor
+from .group import Group
+from .passes.plan import BucketPlan
+
+if TYPE_CHECKING:
+    from .backend import Backend
+
+
+def getter(positions: Sequence[int]) -> Any:
+    """A function that picks these positions of a sequence, as a tuple, in C."""
+    if len(positions) == 1:
+        (only,) = positions
+        return lambda values: (values[only],)
+    return itemgetter(*positions) if positions else lambda values: ()
+
+
+class Binding:
+    """The parameters that one compiled graph is called with, remembered without keeping them alive."""
+
+    def __init__(self, positions: tuple[int, ...], parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+        self.ids = tuple(map(id, parameters))
+        self.names = tuple(names)
+        self.foreign = any(not isinstance(p, nn.Parameter) or not p.is_leaf for p in parameters)
+        self.group: Group | None = None
+        self.explored = False
+        self._slot = {position: i for i, position in enumerate(positions)}
+        self._plan: BucketPlan | None = None
+        self._getters: list[Any] = []
+
+    def by_bucket(self, plan: BucketPlan, parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """The parameters of each bucket of a plan."""
+        if self._plan is not plan:
+            self._getters = [getter([self._slot[grad.input] for grad in bucket.grads]) for bucket in plan.buckets]
+            self._plan = plan
+        return [pick(parameters) for pick in self._getters]
+
+    def bucket_names(self, plan: BucketPlan) -> list[tuple[str, ...]]:
+        """The names of the parameters of each bucket."""
+        return [tuple(self.names[self._slot[grad.input]] for grad in bucket.grads) for bucket in plan.buckets]
+
+
+class Bindings:
+    """The bindings of one graph; a binding is forgotten when one of its parameters dies."""
+
+    def __init__(self, positions: tuple[int, ...]) -> None:
+        self._positions = positions
+        self._pick = getter(positions)
+        self._known: dict[tuple[int, ...], Binding] = {}
+        self._watched: dict[tuple[int, ...], list[weakref.ref[Tensor]]] = {}
+
+    def pick(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The parameters among a graph's arguments."""
+        return self._pick(arguments)  # type: ignore[no-any-return]
+
+    def get(self, parameters: tuple[Tensor, ...]) -> Binding | None:
+        """The binding of these parameters, if they were seen before."""
+        return self._known.get(tuple(map(id, parameters)))
+
+    def add(self, parameters: tuple[Tensor, ...], names: Sequence[str]) -> Binding:
+        """Remembers new parameters."""
+        binding = Binding(self._positions, parameters, names)
+        self._known[binding.ids] = binding
+
+        def forget(_: Any, ids: tuple[int, ...] = binding.ids) -> None:
+            self._known.pop(ids, None)
+            self._watched.pop(ids, None)
+
+        self._watched[binding.ids] = [weakref.ref(p, forget) for p in parameters]
+        return binding
+
+
+class Call:
+    """One forward of one graph, as its backward finds it."""
+
+    __slots__ = ("backend", "binding", "group", "parameters", "sync", "undefined")
+
+    def __init__(
+        self, backend: "Backend", binding: Binding, parameters: tuple[Tensor, ...], group: Group, sync: bool
+    ) -> None:
+        self.backend = backend
+        self.binding = binding
+        self.parameters = parameters
+        self.group = group
+        self.sync = sync
+        self.undefined: frozenset[int] = frozenset()
+
+    def parameters_by_bucket(self, plan: BucketPlan) -> list[tuple[Tensor, ...]]:
+        return self.binding.by_bucket(plan, self.parameters)
+
+    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
+        """Pre-hook of the autograd node: the compiled backward of this call runs next."""
+        if _compat.compiled_autograd_enabled():
+            raise RuntimeError(COMPILED_AUTOGRAD)
+        missing = [i for i, gradient in enumerate(gradients) if gradient is None]
+        self.undefined = frozenset(missing)
+        executor.announce(self)
+
+
+COMPILED_AUTOGRAD = (
+    "fxddp does not work with compiled autograd: it would inline the backward and run none of fxddp's all-reduces, so gradients "
+    "would stay local. Turn off torch._dynamo.config.compiled_autograd; fxddp already compiles the whole backward of each graph"
+)

@@ -1,0 +1,146 @@
+"""Compiles one Dynamo graph: forward as it is, backward through the passes, each piece by the inner compiler."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, fx
+
+from . import _compat
+from .artifact import SplitBackward, loading
+from .config import Settings
+from .passes import pipeline
+
+PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
+
+
+class Compilation:
+    """Turns one Dynamo graph into a callable, and keeps what became of its backward.
+
+    Attributes:
+        backward: the compiled backward, once there is one.
+        forward_graph: the forward graph, if graphs are kept.
+    """
+
+    def __init__(self, settings: Settings, parameters: Mapping[int, Tensor], group_name: str, group_size: int) -> None:
+        self._settings = settings
+        self._parameters = parameters
+        self._group = (group_name, group_size)
+        self._forward_outputs: tuple[Any, ...] = ()
+        self.backward: SplitBackward | None = None
+        self.forward_graph: fx.GraphModule | None = None
+
+    def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles forward and backward; the result takes the Dynamo graph's inputs."""
+        settings = self._settings
+        with loading(self._receive):
+            if settings.inductor:
+                return _compat.inductor_compile(
+                    gm,
+                    inputs,
+                    inner_compile=self._inductor,
+                    patches=dict(settings.options),
+                    fingerprint=self._fingerprint(),
+                )
+            inner = _interpret if settings.inner == "aot_eager" else partial(_boxed, settings.inner)
+            return _compat.aot_compile(
+                gm, inputs, forward=partial(self._forward, inner), backward=partial(self._backward, inner)
+            )
+
+    def _receive(self, backward: SplitBackward) -> None:
+        self.backward = backward
+
+    def _inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
+        if arguments.get("is_backward"):
+            return self._backward(partial(_compat.inductor_piece, arguments=arguments), gm, inputs)
+        self._look_at_forward(gm)
+        return _compat.inductor_inner_compile(gm, inputs, **arguments)
+
+    def _forward(self, inner: PieceCompiler, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        self._look_at_forward(gm)
+        return inner(gm, inputs)
+
+    def _look_at_forward(self, gm: fx.GraphModule) -> None:
+        self._forward_outputs = _compat.output_descriptors(gm)
+        if self._settings.keep_graphs:
+            self.forward_graph = _compat.copy_graph(gm)
+
+    def _backward(self, inner: PieceCompiler, gm: fx.GraphModule, inputs: Sequence[Any]) -> SplitBackward:
+        settings = self._settings
+        name, size = self._group
+        rewritten = pipeline.rewrite_backward(
+            _compat.copy_graph(gm),  # AOTAutograd may come with the same graph again
+            parameters=self._parameters,
+            forward_outputs=self._forward_outputs,
+            cap=settings.cap,
+            first_cap=settings.first_cap,
+            group_name=name,
+            keep=settings.keep_graphs,
+        )
+        mutated = _compat.mutated_inputs()
+        if settings.split or not rewritten.plan.buckets:
+            backward = SplitBackward(rewritten.program, [_compile(inner, piece) for piece in rewritten.pieces], mutated)
+        else:
+            backward = SplitBackward(rewritten.program, (), mutated)
+            backward.whole = _compile(inner, rewritten.gm)
+            backward.group_name, backward.group_size = name, size
+            with _compat.saved_context() as again:
+                backward.local = partial(_compile_later, again, inner, rewritten.pieces)
+        if settings.keep_graphs:
+            backward.rewritten = rewritten
+        return backward.announce()
+
+    def _fingerprint(self) -> str:
+        """What the backward depends on beyond the Dynamo graph: fxddp's own code, the plan's settings, who is a parameter."""
+        settings = self._settings
+        parts = (source_digest(), settings.cap, settings.first_cap, settings.split, tuple(sorted(self._parameters)))
+        where = () if settings.split else self._group
+        return hashlib.sha256(repr((parts, where)).encode()).hexdigest()
+
+
+def _compile(inner: PieceCompiler, gm: fx.GraphModule) -> Any:
+    return inner(gm, [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")])
+
+
+def _compile_later(again: Callable[[], Any], inner: PieceCompiler, pieces: Sequence[fx.GraphModule]) -> list[Any]:
+    with again(), _compat.functorch_settings():
+        return [_compile(inner, piece) for piece in pieces]
+
+
+def _interpret(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Runs the graph's operators one by one: the "aot_eager" inner compiler."""
+
+    def run(arguments: list[Any]) -> Any:
+        values = tuple(arguments)
+        arguments.clear()
+        return gm(*values)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _boxed(inner: Callable[..., Any], gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """A user's inner compiler, its result called with one list."""
+    compiled = inner(gm, inputs)
+    if getattr(compiled, "_boxed_call", False):
+        return compiled
+
+    def run(arguments: list[Any]) -> Any:
+        values = tuple(arguments)
+        arguments.clear()
+        return compiled(*values)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+@cache
+def source_digest() -> str:
+    """Changes with any line of fxddp, so that a compile cache never serves what another version wrote."""
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    for path in sorted([*here.glob("*.py"), *(here / "passes").glob("*.py")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()

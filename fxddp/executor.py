@@ -1,0 +1,204 @@
+"""Runs one compiled backward: pieces, launches between them, and what each parameter's gradient becomes.
+
+Note [who writes .grad]: the compiled backward returns None for the gradients it owns and the end of the backward writes
+`.grad` (`backward.py`). So waits move behind everything the backward still has to do, eager parts and other graphs
+included, and an accumulation that autograd does on such a parameter can only be somebody else's contribution. What was
+in `.grad` before is folded into the bucket before it is launched: the average is that of accumulated plus new gradients,
+as under DistributedDataParallel, with the collectives of one normal step.
+
+A gradient goes back through autograd instead
+  * local and unscaled: if the parameter has tensor hooks (they see the local gradient), is not a leaf or not an
+    `nn.Parameter` any more, or the backward accumulates only somewhere (`autograd.grad`, `backward(inputs=…)`);
+  * reduced: if the user hooked its accumulation (optimizer in backward);
+  * not at all: if no output it depends on got a gradient (AOTAutograd fills zeros), or it was frozen meanwhile.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _compat
+from .passes.allreduce import scale_dtype
+from .passes.plan import Bucket
+from .passes.split import Program
+
+if TYPE_CHECKING:
+    from .artifact import SplitBackward
+    from .backward import Backward
+    from .call import Call
+
+_requires_grad = attrgetter("requires_grad")
+_grad = attrgetter("grad")
+_tensor_hooks = attrgetter("_backward_hooks")
+_accumulation_hooks = attrgetter("_post_accumulate_grad_hooks")
+
+_local = threading.local()
+_scales: dict[tuple[torch.dtype, float], Tensor] = {}
+
+
+def announce(call: "Call") -> None:
+    """Names the call whose compiled backward runs next in this thread."""
+    _local.call = call
+
+
+def _take() -> "Call | None":
+    call = getattr(_local, "call", None)
+    _local.call = None
+    return call
+
+
+def scale_tensors(program: Program, scale: float) -> list[Tensor]:
+    """The factors a program takes as its last inputs."""
+    tensors = []
+    for dtype in program.scales:
+        key = (dtype, scale)
+        if key not in _scales:
+            _scales[key] = torch.tensor(scale, dtype=dtype)
+        tensors.append(_scales[key])
+    return tensors
+
+
+@dataclass(slots=True)
+class Exceptions:
+    """Gradients of one call that do not take the usual way, as (bucket, position)."""
+
+    local: set[tuple[int, int]]
+    reduced: set[tuple[int, int]]
+    dropped: set[tuple[int, int]]
+
+    @property
+    def skipped(self) -> set[tuple[int, int]]:
+        return self.local | self.dropped
+
+
+NO_EXCEPTIONS = Exceptions(set(), set(), set())
+
+
+def execute(artifact: "SplitBackward", inputs: list[Any]) -> list[Any]:
+    """Runs a compiled backward for the call announced last; without one, everything comes back local."""
+    call = _take()
+    program = artifact.program
+    if call is None or (restricted := _compat.restricted_to()) is not None:
+        flats = _Flats(program)
+        values = run_pieces(artifact, inputs, 1.0, flats.keep)
+        return [flats.view(ref) if isinstance(ref, tuple) else values[i] for i, ref in enumerate(program.outputs)]
+    del restricted
+    backward = call.backend.backward()
+    try:
+        return _execute(artifact, inputs, call, backward)
+    except BaseException:
+        backward.abort()
+        raise
+
+
+def _execute(artifact: "SplitBackward", inputs: list[Any], call: "Call", backward: "Backward") -> list[Any]:
+    program = artifact.program
+    by_bucket = call.parameters_by_bucket(program.plan)
+    exceptions = _exceptions(program, call, by_bucket)
+    if call.sync:
+        results = backward.reduce(artifact, inputs, call, by_bucket, exceptions)
+    else:
+        results = backward.keep_local(artifact, inputs, call, by_bucket, exceptions)
+    return results
+
+
+def run_pieces(
+    artifact: "SplitBackward",
+    inputs: list[Any],
+    scale: float,
+    on_bucket: Callable[[Bucket, Tensor], None],
+    on_piece: Callable[[], None] | None = None,
+) -> list[Any]:
+    """Runs the pieces in order and hands each packed bucket to `on_bucket` as soon as it is there.
+
+    Returns:
+        The backward's outputs, None in place of planned gradients.
+    """
+    program = artifact.program
+    pieces = artifact.local_pieces()
+    values: list[Any] = [*inputs, *scale_tensors(program, scale)]
+    inputs.clear()
+    values += [None] * (program.slots - len(values))
+    buckets = program.plan.buckets
+    for piece, step in zip(pieces, program.steps, strict=True):
+        if on_piece is not None:
+            on_piece()
+        arguments = [values[slot] for slot in step.inputs]
+        for slot in step.dead:
+            values[slot] = None
+        results = piece(arguments)
+        dead = step.dead
+        for slot, result in zip(step.outputs, results, strict=True):
+            if slot not in dead:
+                values[slot] = result
+        del results
+        if step.bucket is not None:
+            flat = values[step.flat]
+            values[step.flat] = None
+            on_bucket(buckets[step.bucket], flat)
+            del flat
+    return [values[ref] if isinstance(ref, int) else None for ref in program.outputs]
+
+
+def bucket_views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
+    """The gradients in a flat bucket, each in its parameter's shape and strides."""
+    if len(bucket.grads) == 1:
+        grad = bucket.grads[0]
+        return [flat.as_strided(grad.shape, grad.stride)]
+    return [
+        flat.as_strided(grad.shape, grad.stride, offset)
+        for grad, offset in zip(bucket.grads, bucket.offsets, strict=True)
+    ]
+
+
+class _Flats:
+    """Keeps packed buckets and hands out single gradients of them."""
+
+    def __init__(self, program: Program) -> None:
+        self._flats: list[Tensor | None] = [None] * len(program.plan.buckets)
+        self._buckets = program.plan.buckets
+
+    def keep(self, bucket: Bucket, flat: Tensor) -> None:
+        self._flats[bucket.index] = flat
+
+    def view(self, where: tuple[int, int]) -> Tensor:
+        flat = self._flats[where[0]]
+        assert flat is not None
+        bucket = self._buckets[where[0]]
+        grad = bucket.grads[where[1]]
+        view = flat.as_strided(grad.shape, grad.stride, bucket.offsets[where[1]])
+        return view if len(bucket.grads) == 1 else view.clone()
+
+
+def _exceptions(program: Program, call: "Call", by_bucket: Sequence[Sequence[Tensor]]) -> Exceptions:
+    """Sorts out the gradients that cannot take the usual way; on the steady path one look per parameter, in C."""
+    parameters = call.parameters
+    usual = (
+        not call.undefined
+        and not call.binding.foreign
+        and all(map(_requires_grad, parameters))
+        and not any(map(_tensor_hooks, parameters))
+        and max(map(_hook_count, map(_accumulation_hooks, parameters)), default=0) <= 1
+    )
+    if usual:
+        return NO_EXCEPTIONS
+    found = Exceptions(set(), set(), set())
+    for bucket, members in zip(program.plan.buckets, by_bucket, strict=True):
+        for i, (grad, parameter) in enumerate(zip(bucket.grads, members, strict=True)):
+            where = (bucket.index, i)
+            if grad.tangents and grad.tangents <= call.undefined or not parameter.requires_grad:
+                found.dropped.add(where)
+            elif not isinstance(parameter, nn.Parameter) or not parameter.is_leaf or _compat.hooks_before_accumulation(parameter):
+                found.local.add(where)
+            elif _hook_count(_compat.hooks_after_accumulation(parameter)) > 1:
+                found.reduced.add(where)
+    return found
+
+
+def _hook_count(hooks: Any) -> int:
+    return len(hooks) if hooks else 0

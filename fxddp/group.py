@@ -1,0 +1,89 @@
+"""The process group a backend reduces over, looked up when it is needed: names and groups do not outlive each other."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import _compat
+
+
+class Group:
+    """The collectives fxddp uses, on one process group."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.size = process_group.size()
+        self.rank = process_group.rank()
+        self.scale = 1.0 / self.size
+        self._sum = dist.AllreduceOptions()  # type: ignore[attr-defined]
+        self._sum.reduceOp = dist.ReduceOp.SUM
+
+    @property
+    def name(self) -> str:
+        return str(self.process_group.group_name)
+
+    @property
+    def backend_name(self) -> str:
+        return dist.get_backend(self.process_group)
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        """Starts summing `tensor` over the ranks, in place; returns the work to wait for."""
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        return self.process_group.allreduce([tensor], self._sum)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrites `tensor` with the group's first rank's."""
+        dist.broadcast(tensor, group=self.process_group, group_src=0)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Everybody's `value`, by rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def store(self, prefix: str) -> dist.Store:
+        """A key-value store shared by the members, with keys of its own."""
+        return dist.PrefixStore(prefix, _compat.group_store(self.process_group))
+
+
+class GroupLookup:
+    """Finds the group a backend means: the one it was given, or the default one of the moment."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self._given = process_group
+        self._last: Group | None = None
+
+    def __call__(self) -> Group | None:
+        """The group; None for a plain single-process run without `torch.distributed`.
+
+        Raises:
+            RuntimeError: the given group was destroyed, or the launcher started several processes and no group exists.
+        """
+        wanted = self._given
+        if wanted is None:
+            wanted = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+            if wanted is None:
+                self._last = None
+                _refuse_forgotten_group()
+                return None
+        elif not _compat.group_exists(wanted):
+            raise RuntimeError(
+                "the process_group given to fxddp.backend was destroyed; make a new backend with the new group and compile again"
+            )
+        if self._last is None or self._last.process_group is not wanted:
+            self._last = Group(wanted)
+        return self._last
+
+
+def _refuse_forgotten_group() -> None:
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes.isdecimal() and int(processes) > 1:
+        raise RuntimeError(
+            f"the launcher started {processes} processes (WORLD_SIZE={processes}), but there is no process group: gradients would "
+            "stay local. Call torch.distributed.init_process_group before the first training step, or unset WORLD_SIZE to train "
+            "alone"
+        )

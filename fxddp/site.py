@@ -1,0 +1,127 @@
+"""One compiled Dynamo graph, as Dynamo calls it: recognises its parameters, meets the other ranks, and marks its backward."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from . import _compat
+from .call import COMPILED_AUTOGRAD, Binding, Bindings, Call, getter
+from .compiler import Compilation
+from .replica import sync_buffers
+
+if TYPE_CHECKING:
+    from .backend import Backend
+    from .group import Group
+
+
+class Site:
+    """The callable that stands for one graph.
+
+    Attributes:
+        names: by position, the qualified name of each parameter and buffer among the graph's inputs.
+        compilation: what was compiled.
+        graph: the Dynamo graph, if graphs are kept.
+    """
+
+    def __init__(
+        self,
+        backend: "Backend",
+        names: dict[int, str],
+        trained: tuple[int, ...],
+        buffers: tuple[int, ...],
+        compilation: Compilation,
+        compiled: Callable[..., Any],
+        graph: fx.GraphModule | None,
+    ) -> None:
+        self.backend = backend
+        self.names = names
+        self.trained = trained
+        self.compilation = compilation
+        self.graph = graph
+        self._compiled = compiled
+        self._bindings = Bindings(trained)
+        mutated = compilation.backward.mutated if compilation.backward is not None else ()
+        self._buffers = getter([position for position in buffers if position in mutated])
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self.trained or not torch.is_grad_enabled():
+            return self._compiled(*arguments)
+        backend = self.backend
+        group = backend.lookup()
+        if group is None:
+            return self._compiled(*arguments)
+        if _compat.compiled_autograd_enabled():
+            raise RuntimeError(COMPILED_AUTOGRAD)
+        parameters = self._bindings.pick(arguments)
+        binding = self._bindings.get(parameters) or self._bind(parameters)
+        sync = backend.is_sync(binding)
+        if binding.group is not group:
+            self._meet(binding, arguments, group)
+        elif sync and backend.settings.forward_sync_buffers and group.size > 1:
+            buffers = self._buffers(arguments)
+            if buffers:
+                sync_buffers(buffers, group)
+        since = _compat.sequence_number()
+        results = self._compiled(*arguments)
+        node = _compat.compiled_node(results, since) or _compat.compiled_node(arguments, since)
+        if node is not None:
+            node.register_prehook(Call(backend, binding, parameters, group, sync))
+        return results
+
+    def _bind(self, parameters: tuple[Tensor, ...]) -> Binding:
+        watch = self.backend.watch
+        for position, parameter in zip(self.trained, parameters, strict=True):
+            watch.add(parameter, self.names[position])
+        return self._bindings.add(parameters, [watch.name(p) for p in parameters])
+
+    def _meet(self, binding: Binding, arguments: Sequence[Any], group: "Group") -> None:
+        """First contact of these parameters with the other ranks: rank 0's weights and buffers win."""
+        backend = self.backend
+        named = [(name, tensor) for name, tensor in backend.known_tensors()]
+        named += [
+            (self.names[position], arguments[position])
+            for position in sorted(self.names)
+            if isinstance(arguments[position], Tensor)
+        ]
+        fresh = any(backend.replica.is_new(tensor, group) for _, tensor in named)
+        used = _compat.upstream_leaves(arguments) if fresh else ()
+        backend.replica.contact(named, group, send=backend.settings.init_sync, used=map(id, used))
+        binding.group = group
+
+
+def inspect(
+    gm: fx.GraphModule, inputs: Sequence[Any], names: dict[int, str]
+) -> tuple[dict[int, str], dict[int, Tensor], tuple[int, ...]]:
+    """What a Dynamo graph's inputs are.
+
+    Args:
+        names: qualified names by id of the real tensors, as far as modules are known.
+
+    Returns:
+        Names of parameters and buffers by position; (fake) parameters that require grad by position; positions of buffers.
+    """
+    named: dict[int, str] = {}
+    trained: dict[int, Tensor] = {}
+    buffers = []
+    for position, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
+        if not isinstance(value, Tensor):
+            continue
+        source = _compat.placeholder_source(node)
+        known = names.get(id(_compat.placeholder_example(node)))
+        parameter = isinstance(value, nn.Parameter)
+        if not parameter and not known and "_buffers[" not in source:
+            continue
+        named[position] = known or readable(source) or f"input {position}"
+        if not parameter:
+            buffers.append(position)
+        elif value.requires_grad:
+            trained[position] = value
+    return named, trained, tuple(buffers)
+
+
+def readable(source: str) -> str:
+    """`a.weight` from `L['self']._modules['a']._parameters['weight']`."""
+    keys = [part.split("']")[0].split('"]')[0] for part in source.replace('["', "['").split("['")[1:]]
+    return ".".join(key for key in keys if key not in ("self", "fn", "mod"))

@@ -1,0 +1,77 @@
+"""What happened in the last backwards: a log of events that costs little enough to be always on."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from time import perf_counter
+
+KEPT_BACKWARDS = 64
+
+
+@dataclass(slots=True)
+class BackwardRecord:
+    """One backward, from its first compiled graph to its end.
+
+    Attributes:
+        sync: whether gradients were reduced.
+        launches: all-reduces launched for buckets.
+        pieces: compiled pieces run.
+        bytes: bytes of those buckets.
+        uncovered: names of the parameters that were reduced outside of the graphs, after the backward.
+        uncovered_bytes: bytes of their gradients.
+        uncovered_launches: all-reduces launched for them.
+        events: ("piece" | "launch" | "wait", index, seconds of `time.perf_counter`), in order. Pieces and buckets are
+            numbered through the whole backward.
+    """
+
+    sync: bool = False
+    launches: int = 0
+    pieces: int = 0
+    bytes: int = 0
+    uncovered: tuple[str, ...] = ()
+    uncovered_bytes: int = 0
+    uncovered_launches: int = 0
+    events: list[tuple[str, int, float]] = field(default_factory=list)
+
+    def piece(self) -> None:
+        self.events.append(("piece", self.pieces, perf_counter()))
+        self.pieces += 1
+
+    def launch(self, nbytes: int) -> int:
+        index = self.launches
+        self.events.append(("launch", index, perf_counter()))
+        self.launches += 1
+        self.bytes += nbytes
+        return index
+
+    def wait(self, index: int) -> None:
+        self.events.append(("wait", index, perf_counter()))
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a backend did: its last backwards, newest last, and how many there were."""
+
+    backwards: tuple[BackwardRecord, ...]
+    total: int
+
+    @property
+    def last(self) -> BackwardRecord:
+        """The newest backward."""
+        if not self.backwards:
+            raise RuntimeError("no backward has run through this backend yet")
+        return self.backwards[-1]
+
+
+class EventLog:
+    """Collects the records of a backend."""
+
+    def __init__(self) -> None:
+        self._records: deque[BackwardRecord] = deque(maxlen=KEPT_BACKWARDS)
+        self._total = 0
+
+    def add(self, record: BackwardRecord) -> None:
+        self._records.append(record)
+        self._total += 1
+
+    def stats(self) -> Stats:
+        return Stats(tuple(self._records), self._total)

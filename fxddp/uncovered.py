@@ -1,0 +1,171 @@
+"""Parameters that no compiled graph produced a gradient for: noticed by hooks, averaged at the end of the backward.
+
+A parameter can be used in an eager gap, in a frame Dynamo gave up on, or outside of the module. A hook on every known
+parameter tells when autograd itself accumulated into it; parameters nobody told us about are found by walking the
+autograd graph when a set of parameters is seen for the first time.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from . import _compat
+
+if TYPE_CHECKING:
+    from .backend import Backend
+    from .group import Group
+    from .stats import BackwardRecord
+
+_owners: dict[int, tuple["weakref.ref[Watch]", RemovableHandle]] = {}
+
+
+class Watch:
+    """The parameters a backend is responsible for."""
+
+    def __init__(self, backend: "Backend") -> None:
+        self._backend = weakref.ref(backend)
+        self._names: dict[int, str] = {}
+        self._refs: dict[int, weakref.ref[Tensor]] = {}
+        self.pending: dict[int, Tensor] = {}
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        reference = self._refs.get(id(parameter))
+        return reference is not None and reference() is parameter
+
+    def name(self, parameter: Tensor) -> str:
+        """The parameter's qualified name as far as it is known."""
+        return self._names.get(id(parameter)) or f"<parameter of shape {tuple(parameter.shape)}>"
+
+    def names_of(self, identity: int) -> str:
+        """The name of the watched parameter with this id."""
+        return self._names.get(identity) or "<unnamed parameter>"
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all watched parameters, in the order they became known."""
+        return tuple(self._names.values())
+
+    def add(self, parameter: Tensor, name: str) -> None:
+        """Watches a parameter; a better name replaces an unknown one."""
+        identity = id(parameter)
+        if parameter in self:
+            self._names[identity] = self._names[identity] or name
+            return
+        if not isinstance(parameter, nn.Parameter) or not parameter.is_leaf or not _differentiable(parameter):
+            return
+        refuse_subclass(parameter, name)
+
+        def forget(_: object, names: dict[int, str] = self._names, refs: dict[int, object] = self._refs) -> None:  # type: ignore[assignment]
+            names.pop(identity, None)
+            refs.pop(identity, None)
+            _owners.pop(identity, None)
+
+        self._names[identity] = name
+        self._refs[identity] = weakref.ref(parameter, forget)
+        if identity in _owners:  # one backend at a time answers for a parameter: the one that met it last
+            _owners[identity][1].remove()
+        frozen = not parameter.requires_grad
+        if frozen:  # a hook can only be put on a parameter that requires grad; it stays when that is taken back
+            parameter.requires_grad_(True)
+        handle = parameter.register_post_accumulate_grad_hook(_Hook(self))
+        if frozen:
+            parameter.requires_grad_(False)
+        _compat.hooks_after_accumulation(parameter).move_to_end(handle.id, last=False)
+        _owners[identity] = (weakref.ref(self), handle)
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """Called after autograd's accumulation into a watched parameter, whether or not there was a gradient."""
+        if parameter.grad is None:
+            return
+        backend = self._backend()
+        if backend is None or backend.lookup() is None:
+            return
+        foreign = len(_compat.hooks_after_accumulation(parameter)) > 1
+        backend.backward().accumulated(parameter, now=foreign)
+
+    def strangers(self) -> list[Tensor]:
+        """Watches every parameter of the running backward that nobody watches yet, and returns those.
+
+        Autograd can be asked about a parameter but does not list them, so every parameter alive in the process is asked.
+        Only done when a set of parameters is seen for the first time.
+        """
+        found: list[Tensor] = []
+        for leaf in [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Parameter)]:
+            owner = _owners[id(leaf)][0]() if id(leaf) in _owners else None
+            unknown = owner is None or leaf not in owner
+            if unknown and leaf.requires_grad and leaf.is_leaf and _compat.accumulates(leaf):
+                self.add(leaf, "")
+                found.append(leaf)
+        return found
+
+    def take_pending(self) -> Iterable[tuple[int, Tensor]]:
+        """Parameters with local gradients left from backwards under `no_sync`."""
+        pending, self.pending = self.pending, {}
+        return pending.items()
+
+    def reduce(self, parameters: Sequence[Tensor], group: "Group", record: "BackwardRecord") -> None:
+        """Averages the `.grad` of these parameters in place, packed by dtype and device, at most a bucket's size each."""
+        backend = self._backend()
+        assert backend is not None
+        rank_order = {identity: i for i, identity in enumerate(self._names)}
+        parameters = sorted(parameters, key=lambda p: rank_order.get(id(p), len(rank_order)))
+        backend.agreement.settle_uncovered(parameters, group)
+        dense = []
+        for parameter in parameters:
+            grad = parameter.grad
+            assert grad is not None
+            if grad.layout is not torch.strided:
+                grad = parameter.grad = grad.to_dense()
+            dense.append(grad)
+        record.uncovered += tuple(map(self.name, parameters))
+        record.uncovered_bytes += sum(grad.nbytes for grad in dense)
+        for grads in _packs(dense, backend.settings.cap):
+            flat = torch.cat([grad.reshape(-1) * group.scale for grad in grads])
+            if flat.numel():
+                group.all_reduce(flat).wait()
+                record.uncovered_launches += 1
+            views = [part.view(grad.shape) for part, grad in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
+            torch._foreach_copy_(grads, views)
+
+
+class _Hook:
+    """The hook on a watched parameter; keeps neither the backend nor the parameter alive."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = weakref.ref(watch)
+
+    def __call__(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            watch = self._watch()
+            if watch is not None:
+                watch.accumulated(parameter)
+
+
+def _differentiable(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def refuse_subclass(parameter: Tensor, name: str) -> None:
+    """Raises for parameters that another library shards or wraps."""
+    if type(parameter.data) is not Tensor:
+        raise RuntimeError(
+            f"parameter {name or tuple(parameter.shape)} is a {type(parameter).__name__}: fxddp reduces plain parameters, and a "
+            "sharded or wrapped one is managed elsewhere. Leave this module to its own library, or give fxddp the plain module"
+        )
+
+
+def _packs(grads: Sequence[Tensor], cap: int) -> list[list[Tensor]]:
+    packs: list[list[Tensor]] = []
+    size = 0
+    for grad in grads:
+        kind = (grad.dtype, grad.device)
+        if not packs or (packs[-1][0].dtype, packs[-1][0].device) != kind or size + grad.nbytes > cap:
+            packs.append([])
+            size = 0
+        packs[-1].append(grad)
+        size += grad.nbytes
+    return packs

@@ -1,0 +1,88 @@
+"""Runs the passes over one backward graph, checks after each, and remembers what each did."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from .allreduce import insert_allreduce
+from .bucketing import plan_buckets
+from .gradients import find_gradients
+from .plan import BucketPlan
+from .schedule import schedule
+from .split import Program, split
+from .verify import snapshot, verify, verify_program
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """What one pass did: its name, how long it took in seconds, and the graph after it if graphs are kept."""
+
+    name: str
+    seconds: float
+    code: str | None = None
+
+
+@dataclass(slots=True)
+class Rewritten:
+    """A backward graph after the passes: the whole graph, and the split form with its pieces."""
+
+    gm: fx.GraphModule
+    plan: BucketPlan
+    program: Program
+    pieces: tuple[fx.GraphModule, ...]
+    history: list[PassRecord] = field(default_factory=list)
+
+
+def rewrite_backward(
+    gm: fx.GraphModule,
+    *,
+    parameters: Mapping[int, torch.Tensor],
+    forward_outputs: Sequence[Any],
+    cap: int,
+    first_cap: int,
+    group_name: str,
+    keep: bool = False,
+) -> Rewritten:
+    """Plans the buckets of a backward graph and rewrites it for them.
+
+    Args:
+        gm: backward graph of AOTAutograd, edited in place.
+        parameters: (fake) parameters by position among the Dynamo graph's placeholders.
+        forward_outputs: descriptors of the forward graph's outputs.
+        cap, first_cap: bucket sizes in bytes.
+        group_name: the process group named in the collectives of the whole graph.
+        keep: keep the readable code after each pass.
+    """
+    history: list[PassRecord] = []
+
+    def record(name: str, start: float) -> None:
+        seconds = time.perf_counter() - start
+        history.append(PassRecord(name, seconds, gm.print_readable(print_output=False) if keep else None))
+        log.debug("%s: %.1f ms", name, seconds * 1e3)
+
+    start = time.perf_counter()
+    before = snapshot(gm)
+    grads = find_gradients(gm, parameters=parameters, forward_outputs=forward_outputs)
+    plan = plan_buckets(grads, cap=cap, first_cap=first_cap)
+    record("plan", start)
+    rewrites: list[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]] = [
+        ("insert_allreduce", lambda g: insert_allreduce(g, plan=plan, group_name=group_name)),
+        ("schedule", schedule),
+    ]
+    for name, rewrite in rewrites:
+        start = time.perf_counter()
+        gm = rewrite(gm)
+        verify(gm, plan=plan, before=before)
+        record(name, start)
+    start = time.perf_counter()
+    program, pieces = split(gm, plan=plan)
+    verify_program(program, outputs=len(before))
+    record("split", start)
+    return Rewritten(gm, plan, program, pieces, history)

@@ -1,0 +1,115 @@
+"""Orders a backward graph so that each bucket leaves as early as it can and is waited for as late as possible.
+
+    before:  a ─ b ─ unrelated ─ pack0 ─ send0 ─ wait0 ─ view0 ─ c ─ pack1 ─ send1 ─ wait1 ─ view1
+    after:   a ─ b ─ pack0 ─ send0 ─ c ─ pack1 ─ send1 ─ unrelated ─ wait0 ─ view0 ─ wait1 ─ view1
+
+What a bucket needs runs before what it does not need; within that, nodes keep their order, and so do nodes with side
+effects among each other (Note [side effects]).
+
+Note [side effects]: a node that writes to an argument or draws from a random generator must not pass another such node,
+nor a reader of what it writes. AOTAutograd's graphs have few of them; each becomes a link in one chain, and a writer also
+depends on the earlier users of what it writes and is depended on by the later ones.
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .allreduce import ALL_REDUCE, BUCKET_META, WAIT
+
+
+def schedule(gm: fx.GraphModule) -> fx.GraphModule:
+    """Reorders `gm` in place; returns it untouched if it has no all-reduce or is in order already."""
+    graph = gm.graph
+    sends = [node for node in graph.nodes if node.target is ALL_REDUCE]
+    if not sends:
+        return gm
+    sends.sort(key=lambda node: node.meta[BUCKET_META])
+    late = _after_waits(graph)
+    needs = _dependencies(graph)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    order: dict[fx.Node, None] = dict.fromkeys(graph.find_nodes(op="placeholder"))
+    for goal in sends:
+        order |= dict.fromkeys(sorted(_missing(goal, needs, order), key=place.__getitem__))
+    early = [node for node in graph.nodes if node not in late]
+    order |= dict.fromkeys(early) | dict.fromkeys(graph.nodes)
+    if list(order) == list(graph.nodes):
+        return gm
+    _reorder(graph, list(order))
+    graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _after_waits(graph: fx.Graph) -> set[fx.Node]:
+    """The waits and everything that needs one."""
+    late: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is WAIT or any(parent in late for parent in node.all_input_nodes):
+            late.add(node)
+    return late
+
+
+def _is_impure(node: fx.Node) -> bool:
+    target: Any = node.target
+    if target in (ALL_REDUCE, WAIT):
+        return False
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+    return node.op == "call_function" and node.is_impure()
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The nodes a call writes to, by its schema."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    written: list[fx.Node] = []
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            written += [value] if isinstance(value, fx.Node) else []
+    return written
+
+
+def _dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    needs: dict[fx.Node, list[fx.Node]] = {}
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    last_impure: fx.Node | None = None
+    writers: list[tuple[fx.Node, fx.Node]] = []
+    for node in graph.nodes:
+        needs[node] = list(node.all_input_nodes)
+        if node.op in ("placeholder", "get_attr", "output") or not _is_impure(node):
+            continue
+        if last_impure is not None:
+            needs[node].append(last_impure)
+        last_impure = node
+        writers += [(node, value) for value in _written(node)]
+    for writer, value in writers:
+        for user in value.users:
+            if user is not writer and place[user] < place[writer]:
+                needs[writer].append(user)
+            elif place[user] > place[writer]:
+                needs[user].append(writer)
+    return needs
+
+
+def _missing(goal: fx.Node, needs: dict[fx.Node, list[fx.Node]], done: dict[fx.Node, None]) -> set[fx.Node]:
+    """`goal` and all it needs that is not done yet."""
+    missing: set[fx.Node] = set()
+    stack = [goal]
+    while stack:
+        node = stack.pop()
+        if node not in done and node not in missing:
+            missing.add(node)
+            stack += needs[node]
+    return missing
+
+
+def _reorder(graph: fx.Graph, order: list[fx.Node]) -> None:
+    last = order[0]
+    for node in order[1:]:
+        if last.next is not node:
+            last.append(node)
+        last = node

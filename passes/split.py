@@ -1,0 +1,189 @@
+"""Cuts a scheduled backward graph at its bucket boundaries into pieces and a program that runs them.
+
+    graph:    … pack0 ─ send0 ─ … ─ pack1 ─ send1 ─ … ─ wait0 ─ view0 ─ wait1 ─ view1 ─ output
+    pieces:   [ … pack0 ]      [ … pack1 ]      [ … ]
+    program:  run 0, launch bucket 0, run 1, launch bucket 1, run 2; outputs: gradients by bucket and position
+
+Sends, waits and views leave the graph: what is launched, waited for and handed out is decided by whoever runs the
+program, so one set of pieces serves synchronised and local backwards. Afterwards a piece knows nothing of the others but
+its inputs and outputs. Values cross pieces through numbered slots; slots 0 … n-1 are the backward's own inputs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from .allreduce import ALL_REDUCE, BUCKET_META, GRADIENT_META, SCALE_META, WAIT
+from .gradients import graph_outputs
+from .plan import BucketPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Runs one piece, then launches one bucket.
+
+    Attributes:
+        inputs: slots handed to the piece, in order.
+        outputs: slots its results go to, in order.
+        dead: slots nobody reads afterwards.
+        bucket: index of the bucket to launch, or None.
+        flat: slot of the packed bucket.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    dead: tuple[int, ...]
+    bucket: int | None
+    flat: int
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a split backward does, as data.
+
+    Attributes:
+        inputs: how many inputs AOTAutograd passes (slots 0 … inputs-1); the factors follow.
+        scales: dtypes of the factors, in slot order.
+        slots: how many slots there are.
+        steps: the pieces in order.
+        outputs: for each output of the backward a slot, None, or the gradient's (bucket, position).
+        plan: the buckets.
+    """
+
+    inputs: int
+    scales: tuple[torch.dtype, ...]
+    slots: int
+    steps: tuple[Step, ...]
+    outputs: tuple[int | tuple[int, int] | None, ...]
+    plan: BucketPlan
+
+
+def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.GraphModule, ...]]:
+    """Cuts `gm` after each packed bucket.
+
+    Args:
+        gm: a backward graph after `insert_allreduce` and `schedule`; left as it is.
+        plan: the buckets it was rewritten for.
+
+    Returns:
+        The program and its pieces. A graph without buckets gives one piece.
+    """
+    graph = gm.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    pieces = _assign(graph)
+    symbols = _symbol_inputs(placeholders)
+    where = {node: k for k, nodes in enumerate(pieces) for node in nodes if node.op != "get_attr"}
+    results = [value for value in graph_outputs(graph)]
+    kept = {value for value in results if isinstance(value, fx.Node) and GRADIENT_META not in value.meta}
+    last_use: dict[fx.Node, int] = {node: len(pieces) for node in kept}
+    wanted = [_piece_inputs(nodes, k, where, symbols) for k, nodes in enumerate(pieces)]
+    for k, inputs in enumerate(wanted):
+        for node in inputs:
+            last_use[node] = max(last_use.get(node, -1), k)
+    slot: dict[fx.Node, int] = {node: i for i, node in enumerate(placeholders)}
+    steps, modules = [], []
+    for k, (nodes, inputs) in enumerate(zip(pieces, wanted, strict=True)):
+        send = next((node for node in nodes if node.target is ALL_REDUCE), None)
+        flat = send.args[0] if send is not None else None
+        body = [node for node in nodes if node is not send]
+        outputs = [node for node in body if last_use.get(node, k) > k and node.op != "get_attr"]
+        if isinstance(flat, fx.Node) and flat not in outputs:
+            outputs.append(flat)
+        for node in outputs:
+            slot.setdefault(node, len(slot))
+        dead = [node for node in {*inputs, *outputs} if last_use.get(node, k) <= k and node is not flat]
+        steps.append(
+            Step(
+                inputs=tuple(slot[node] for node in inputs),
+                outputs=tuple(slot[node] for node in outputs),
+                dead=tuple(sorted(slot[node] for node in dead)),
+                bucket=None if send is None else send.meta[BUCKET_META],
+                flat=slot[flat] if isinstance(flat, fx.Node) else -1,
+            )
+        )
+        modules.append(_build(gm, body, inputs, outputs))
+    program = Program(
+        inputs=sum(SCALE_META not in node.meta for node in placeholders),
+        scales=tuple(node.meta[SCALE_META] for node in placeholders if SCALE_META in node.meta),
+        slots=len(slot),
+        steps=tuple(steps),
+        outputs=tuple(
+            value.meta.get(GRADIENT_META, slot.get(value)) if isinstance(value, fx.Node) else None for value in results
+        ),
+        plan=plan,
+    )
+    return program, tuple(modules)
+
+
+def _assign(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The nodes of each piece; a piece ends with its all-reduce. Waits and views belong to none."""
+    pieces: list[list[fx.Node]] = [[]]
+    late: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.target is WAIT or any(parent in late for parent in node.all_input_nodes):
+            late.add(node)
+            continue
+        pieces[-1].append(node)
+        if node.target is ALL_REDUCE:
+            pieces.append([])
+    if len(pieces) > 1 and all(node.op == "get_attr" for node in pieces[-1]):
+        pieces.pop()
+    return pieces
+
+
+def _symbol_inputs(placeholders: Iterable[fx.Node]) -> dict[str, fx.Node]:
+    """By name, the symbols of dynamic shapes that the backward receives as integers."""
+    found = {}
+    for node in placeholders:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
+            found[str(value.node.expr)] = node
+    return found
+
+
+def _free_symbols(value: object) -> set[str]:
+    symbols: set[str] = set()
+    if isinstance(value, torch.Tensor):
+        for size in (*value.shape, *value.stride(), value.storage_offset()):
+            symbols |= _free_symbols(size)
+    elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        symbols |= {str(symbol) for symbol in value.node.expr.free_symbols}
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            symbols |= _free_symbols(item)
+    return symbols
+
+
+def _piece_inputs(
+    nodes: list[fx.Node], k: int, where: dict[fx.Node, int], symbols: dict[str, fx.Node]
+) -> list[fx.Node]:
+    """What a piece reads from outside. Symbols come first, so that the inner compiler can name every size."""
+    inputs: dict[fx.Node, None] = {}
+    sizes: set[str] = set()
+    for node in nodes:
+        sizes |= _free_symbols(node.meta.get("val"))
+        for parent in node.all_input_nodes:
+            if parent.op == "get_attr" or where.get(parent) == k:
+                continue
+            inputs[parent] = None
+            sizes |= _free_symbols(parent.meta.get("val"))
+    first = [symbols[name] for name in sorted(sizes) if name in symbols]
+    return list(dict.fromkeys([*first, *inputs]))
+
+
+def _build(gm: fx.GraphModule, body: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    copy: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copy[node] = graph.placeholder(node.name)
+        copy[node].meta = dict(node.meta)
+    needed = list(dict.fromkeys(parent for node in body for parent in node.all_input_nodes if parent.op == "get_attr"))
+    for node in [*needed, *(node for node in body if node.op != "get_attr")]:
+        copy[node] = graph.node_copy(node, copy.__getitem__)
+    graph.output(tuple(copy[node] for node in outputs))
+    graph.lint()
+    return fx.GraphModule(gm, graph)

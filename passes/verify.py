@@ -1,0 +1,69 @@
+"""Checks a backward graph after each pass. A failed check is a bug of a pass, never of the user's: AssertionError.
+
+Checked: each planned gradient comes back reduced exactly once and at its place; each wait follows its launch; no
+all-reduce is dead; everything that is not a planned gradient comes back as it was.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from .allreduce import ALL_REDUCE, BUCKET_META, GRADIENT_META, WAIT
+from .gradients import graph_outputs
+from .plan import BucketPlan
+from .split import Program
+
+
+def snapshot(gm: fx.GraphModule) -> tuple[Any, ...]:
+    """The outputs of a graph by which later checks tell whether a pass kept them."""
+    return graph_outputs(gm.graph)
+
+
+def verify(gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any]) -> None:
+    """Raises AssertionError unless `gm` reduces what `plan` says, once each, and returns the rest as `before`."""
+    graph = gm.graph
+    graph.lint()
+    outputs = graph_outputs(graph)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    assert len(outputs) == len(before), f"{len(outputs)} outputs, {len(before)} expected"
+    sends = [node for node in graph.nodes if node.target is ALL_REDUCE]
+    indices = [node.meta[BUCKET_META] for node in sends]
+    assert sorted(indices) == list(range(len(plan.buckets))), f"all-reduces {indices} for {len(plan.buckets)} buckets"
+    for send in sends:
+        waits = [user for user in send.users if user.target is WAIT]
+        assert len(waits) == 1 and len(send.users) == 1, f"{send} has {len(waits)} waits and {len(send.users)} users"
+        assert waits[0].users, f"{send} is dead: nothing uses what {waits[0]} gives"
+        assert place[waits[0]] > place[send], f"{waits[0]} stands before {send}"
+    planned = {grad.output: (bucket.index, i) for bucket in plan.buckets for i, grad in enumerate(bucket.grads)}
+    for output, (value, old) in enumerate(zip(outputs, before, strict=True)):
+        if output not in planned:
+            assert value is old, f"output {output} was {old}, is {value}"
+            continue
+        where = planned[output]
+        assert isinstance(value, fx.Node) and value.meta.get(GRADIENT_META) == where, f"output {output} is not {where}"
+        wait = value.args[0]
+        assert isinstance(wait, fx.Node) and wait.target is WAIT, f"output {output} does not come from a wait"
+        send = wait.args[0]
+        assert isinstance(send, fx.Node) and send.meta[BUCKET_META] == where[0], f"output {output} is in {send}"
+    views = Counter(value for value in outputs if isinstance(value, fx.Node) and GRADIENT_META in value.meta)
+    assert all(count == 1 for count in views.values()), f"a reduced gradient is returned twice: {views}"
+
+
+def verify_program(program: Program, *, outputs: int) -> None:
+    """Raises AssertionError unless a program launches each bucket once, in order, and reads only filled slots."""
+    launched = [step.bucket for step in program.steps if step.bucket is not None]
+    assert launched == list(range(len(program.plan.buckets))), f"launches {launched}"
+    assert len(program.outputs) == outputs, f"{len(program.outputs)} outputs, {outputs} expected"
+    filled = set(range(program.inputs + len(program.scales)))
+    for k, step in enumerate(program.steps):
+        assert filled.issuperset(step.inputs), f"piece {k} reads empty slots {set(step.inputs) - filled}"
+        filled |= set(step.outputs)
+        assert step.bucket is None or step.flat in filled, f"bucket {step.bucket} is launched from an empty slot"
+        filled -= set(step.dead)
+    for output in program.outputs:
+        assert not isinstance(output, int) or output in filled, f"output slot {output} is empty"
+    planned = {(bucket.index, i) for bucket in program.plan.buckets for i in range(len(bucket.grads))}
+    returned = [output for output in program.outputs if isinstance(output, tuple)]
+    assert sorted(returned) == sorted(planned), f"gradients {returned} returned, {sorted(planned)} planned"

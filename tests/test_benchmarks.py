@@ -1,0 +1,130 @@
+"""The benchmark measures what it says: its statistics, its tables, and one real run of a tiny configuration."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODES = ["local", "ddp", "ddp_compile", "fxddp", "fxddp_unsplit"]
+
+
+@pytest.fixture
+def step_time(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT))
+    import benchmarks.step_time
+
+    return benchmarks.step_time
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT))
+    import benchmarks.network
+
+    return benchmarks.network
+
+
+def test_tiny_run(tmp_path: Path) -> None:
+    """Two ranks, every mode, gradients checked, a table with a row per mode, and the same in the JSON file."""
+    report_file = tmp_path / "report.json"
+    options = ["--models", "smoke", "--rates", "none,1gbit", "--no-namespaces", "--bucket-mb", "1", "--rounds", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.step_time", *options, "--markdown", "--json", str(report_file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "plain loopback instead of a shaped network" in done.stderr and "not measured: ['1gbit']" in done.stderr
+
+    table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(MODES)
+    assert {line.count("|") for line in table} == {7}
+    assert "### smoke, 3.0 MiB in 6 parameters, unshaped" in done.stdout
+    assert "load before" in done.stdout and "load after" in done.stdout
+
+    report = json.loads(report_file.read_text())
+    assert report["network"] == "loopback" and report["rounds"] == 2 and report["bucket_mb"] == 1
+    assert len(report["load_before"]) == len(report["load_after"]) == 3
+    (result,) = report["results"]
+    assert (result["model"], result["rate"], result["parameters"]) == ("smoke", "none", 6)
+    assert result["limit_ms"] >= result["forward_ms"] + max(result["backward_ms"], result["comm_ms"])
+    assert len(result["comm_samples_ms"]) == 2
+    assert list(result["modes"]) == MODES
+    for mode, row in result["modes"].items():
+        assert len(row["samples_ms"]) == 2 and row["min_ms"] <= row["median_ms"]
+        for other in ("local", "ddp_compile"):
+            assert row[f"vs_{other}"]["low"] <= row[f"vs_{other}"]["median"] <= row[f"vs_{other}"]["high"]
+        assert row["built"]["difference"] <= 1e-3
+        assert (row["built"]["graphs"] > 0) == (mode != "ddp")
+    assert result["modes"]["local"]["vs_local"]["median"] == 1
+    assert result["modes"]["ddp_compile"]["built"]["aot_compiles"] > 1  # DDPOptimizer did cut: code of its own
+    assert result["modes"]["fxddp"]["built"]["launches"] > 1
+    assert result["modes"]["fxddp"]["built"]["pieces"] > 1
+    assert result["modes"]["fxddp_unsplit"]["built"]["pieces"] == 1
+
+
+@pytest.mark.parametrize(("count", "low", "high"), [(1, 1, 1), (5, 1, 5), (6, 1, 6), (15, 4, 12), (20, 6, 15)])
+def test_median_interval_is_the_table_of_order_statistics(step_time: Any, count: int, low: int, high: int) -> None:
+    """The ranks printed in statistical tables for a 95 % interval of the median; the extremes below six values."""
+    interval = step_time.median_interval([float(i) for i in range(count, 0, -1)])
+    assert (interval.low, interval.high) == (low, high)
+    assert interval.median == (1 + count) / 2
+    assert (interval.coverage >= 0.95) == (count >= 6)
+
+
+def test_summary_pairs_within_rounds_and_takes_the_slower_rank(step_time: Any) -> None:
+    """The machine slows down tenfold in the second round: no ratio notices."""
+
+    def rank(local: list[float], ddp_compile: list[float], comm: list[float]) -> dict[str, Any]:
+        def samples(times: list[float]) -> list[dict[str, float]]:
+            return [{"step": t, "forward": t / 4, "backward": 3 * t / 4, "cpu": t} for t in times]
+
+        return {"modes": {"local": samples(local), "ddp_compile": samples(ddp_compile)}, "comm": comm}
+
+    measured = [rank([4, 40, 4], [5, 50, 5], [2, 20, 2]), rank([3, 30, 3], [6, 60, 6], [1, 10, 1])]
+    result = step_time.summarise(measured, nbytes=1)
+    row = result["modes"]["ddp_compile"]
+    assert row["samples_ms"] == [6000, 60000, 6000]
+    assert row["vs_local"]["low"] == row["vs_local"]["high"] == 1.5
+    assert row["exposed"] == 1.0
+    assert (result["forward_ms"], result["backward_ms"], result["limit_ms"]) == (1000, 3000, 4000)
+
+
+def test_wrong_gradients_are_not_measured(step_time: Any) -> None:
+    import torch
+
+    right = {"weight": torch.tensor([1.0, -2.0])}
+    assert step_time.check_gradients("some", right, right) == 0
+    for wrong in (torch.tensor([1.0, -2.1]), torch.tensor([1.0, float("nan")])):
+        with pytest.raises(step_time.BenchmarkError, match="mode some: gradient of weight differs"):
+            step_time.check_gradients("some", {"weight": wrong}, right)
+
+
+def test_modes_have_code_objects_of_their_own(step_time: Any) -> None:
+    first, second = (step_time.fresh_models(tag).ResidualMLP.forward.__code__ for tag in ("one", "two"))
+    assert first is not second
+
+
+@pytest.mark.parametrize(("text", "bits"), [("none", None), ("1gbit", 1e9), ("2.5gbit", 2.5e9), ("500mbit", 5e8)])
+def test_rates(network: Any, text: str, bits: float | None) -> None:
+    assert network.bits_per_second(text) == bits
+
+
+@pytest.mark.parametrize("text", ["", "1", "1gb", "-1gbit", "fast"])
+def test_what_is_no_rate_is_refused(network: Any, text: str) -> None:
+    with pytest.raises(ValueError, match="rate must be 'none' or a number"):
+        network.bits_per_second(text)
+
+
+def test_without_iproute2_the_reason_is_told(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network.shutil, "which", lambda tool: None)
+    fallback, reason = network.open_network(namespaces=True)
+    assert fallback.kind == "loopback"
+    assert "install iproute2" in reason
