@@ -66,12 +66,16 @@ class ResidualBlock(nn.Module):
             self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels_out))
 
     def forward(self, image: Tensor) -> Tensor:
-        inner = F.relu(self.norm1(self.conv1(image)))
-        return F.relu(self.norm2(self.conv2(inner)) + self.shortcut(image))
+        inner = F.silu(self.norm1(self.conv1(image)))
+        return F.silu(self.norm2(self.conv2(inner)) + self.shortcut(image))
 
 
 class ConvNet(nn.Module):
-    """A residual network with BatchNorm, 11 MiB: buffers to synchronise, most bytes in the last layers."""
+    """A residual network with BatchNorm, 11 MiB: buffers to synchronise, most bytes in the last layers.
+
+    SiLU rather than ReLU: where an input of ReLU rounds across zero, a gradient jumps. Seen here: compiled and eager
+    fp32 gradients up to 1e-1 apart with ReLU, 1e-5 with SiLU, so only the latter can be compared between modes.
+    """
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
@@ -88,7 +92,7 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(channels, classes)
 
     def forward(self, image: Tensor, label: Tensor) -> Tensor:
-        hidden = F.relu(self.stem_norm(self.stem(image)))
+        hidden = F.silu(self.stem_norm(self.stem(image)))
         for stage in self.stages:
             hidden = stage(hidden)
         return F.cross_entropy(self.head(hidden.mean((2, 3))), label)

@@ -42,7 +42,7 @@ from datetime import timedelta
 from math import comb
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -261,7 +261,7 @@ def rank_main(read_fd: int, write_fd: int) -> None:
                 answer = {"ok": getattr(rank, command)(**arguments)}
             except BenchmarkError as error:
                 answer = {"error": str(error)}
-            except Exception:
+            except Exception:  # noqa: BLE001 - whatever it is, the driver prints it and ends the run
                 answer = {"error": traceback.format_exc()}
             print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)  # no goodbye between the ranks: the other one may have failed and never answer
@@ -281,7 +281,7 @@ class Ranks:
         self._network = network
         self._scratch = scratch
 
-    def __enter__(self) -> "Ranks":
+    def __enter__(self) -> Self:
         try:
             for rank in range(RANKS):
                 self._launch(rank)

@@ -6,7 +6,7 @@
 The text is the documentation that `help("for")` prints, which every Python carries; the model reads it byte by byte.
 Each optimizer step uses the same global batch whatever the number of ranks, so both commands draw the same loss curve.
 
-All that fxddp has to do with it: the model is compiled with its backend, and the first micro-batches of a step run under
+fxddp's part: the model is compiled with its backend, and all micro-batches of a step but the last run under
 `backend.no_sync()`. The last backward then averages the whole step's gradients over the ranks while it still computes.
 """
 
@@ -30,25 +30,25 @@ from torch import Tensor, nn
 import fxddp
 
 VOCABULARY = 256  # a token is a byte
-WARMUP_STEPS = 20
+WARMUP_STEPS = 100
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT with fxddp.")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps in all")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps in all")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per step, over all ranks")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--block-size", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate, reached after the warm-up")
+    parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate, reached after the warm-up")
     parser.add_argument("--bucket-mb", type=float, default=1.0, help="gradients travel in buckets of this many MiB")
     parser.add_argument("--inner", choices=["inductor", "aot_eager"], default="inductor", help="compiles the graphs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="checkpoint, written when training ends")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument("--report", type=Path, help="write losses and checksum as JSON")
+    parser.add_argument("--report", type=Path, help="write the losses as JSON")
     args = parser.parse_args()
     if args.resume and args.out is None:
         parser.error("--resume needs --out, the checkpoint to go on from")
@@ -84,7 +84,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         for parameter in self.parameters():
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
+                nn.init.normal_(parameter, std=0.05)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.blocks(self.tokens(tokens) + self.positions[: tokens.shape[1]])
@@ -128,8 +128,8 @@ def mean_over_ranks(value: Tensor) -> float:
 def evaluate(gpt: GPT, data: Sequences, rank: int, world_size: int) -> float:
     """The mean loss over the validation text, each rank reading its share."""
     total = torch.zeros((), device=data.inputs.device)
-    for inputs, targets in zip(data.inputs[rank::world_size].split(16), data.targets[rank::world_size].split(16)):
-        total += gpt(inputs, targets) * len(inputs)
+    for indices in torch.arange(rank, len(data.inputs), world_size).split(16):
+        total += gpt(data.inputs[indices], data.targets[indices]) * len(indices)
     return mean_over_ranks(total) * world_size / len(data.inputs)
 
 
@@ -139,25 +139,20 @@ def sample(gpt: GPT, prompt: str, length: int, block_size: int, seed: int) -> st
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([list(prompt.encode())], device=device)
     for _ in range(length):
-        logits = gpt(tokens[:, -block_size:])[:, -1] / 0.7  # a temperature below 1 prefers likely bytes
+        logits = gpt(tokens[:, -block_size:])[:, -1] / 0.6  # a temperature below 1 prefers likely bytes
         tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def fingerprints(module: nn.Module) -> dict[str, str]:
-    """A checksum of every parameter's bytes."""
-    parameters = module.named_parameters()
-    return {name: hashlib.sha256(p.detach().cpu().numpy().tobytes()).hexdigest()[:16] for name, p in parameters}
-
-
 def differing_parameters(module: nn.Module) -> list[str]:
     """Names of the parameters that are not the same, bit for bit, on every rank."""
-    mine = fingerprints(module)
+    parameters = module.named_parameters()
+    mine = {name: hashlib.sha256(p.detach().cpu().numpy().tobytes()).hexdigest() for name, p in parameters}
     everyone: list[Any] = [mine]
     if dist.is_initialized():
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
-    return [name for name in mine if len({theirs[name] for theirs in everyone}) > 1]
+    return [name for name in mine if len({checksums[name] for checksums in everyone}) > 1]
 
 
 def show_progress(step: int, steps: int, loss: float) -> None:
@@ -171,8 +166,8 @@ def show_progress(step: int, steps: int, loss: float) -> None:
 
 
 def train(args: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> None:
-    if args.batch_size % (args.accumulate * world_size):
-        raise SystemExit(f"--batch-size {args.batch_size} does not divide into {args.accumulate} x {world_size} ranks")
+    if args.batch_size % (parts := args.accumulate * world_size):
+        raise SystemExit(f"--batch-size {args.batch_size} must be a multiple of --accumulate times ranks, {parts}")
     text = "\n".join(topics[name] for name in sorted(topics))
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
     split = len(data) * 9 // 10
@@ -218,34 +213,33 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world_size:
     seconds = time.perf_counter() - compiled
 
     validation_loss = evaluate(gpt, validation, rank, world_size)
-    differing = differing_parameters(gpt)
+    if differing := differing_parameters(gpt):
+        raise SystemExit(f"the replicas differ in {', '.join(differing)}")
     if rank == 0:
         tokens = args.batch_size * args.block_size * max(0, len(losses) - 1)
         print(f"validation loss {validation_loss:.3f}")
-        print(f"{tokens / seconds:.0f} tokens per second, after a first step of {compiled - started:.1f} s (compilation)")
+        print(f"{tokens / seconds:.0f} tokens per second, after {compiled - started:.1f} s for compilation and step 1")
+        print(f"all parameters are identical on {world_size} rank(s)")
         print(fxddp.explain(model))
         print(sample(gpt, "The statement ", 160, args.block_size, args.seed))
         if args.out is not None:
             state = {"model": gpt.state_dict(), "optimizer": optimizer.state_dict(), "step": args.steps}
             torch.save(state, args.out)
         if args.report is not None:
-            report = {"losses": losses, "validation_loss": validation_loss, "checksums": fingerprints(gpt)}
+            launches = [backward.launches for backward in backend.stats().backwards[-args.accumulate :]]
+            report = {"losses": losses, "validation_loss": validation_loss, "all_reduces": launches}
             args.report.write_text(json.dumps(report))
-        if not differing:
-            print(f"replicas: all parameters are identical on {world_size} rank(s)")
-    if differing:
-        raise SystemExit(f"replicas differ in {', '.join(differing)}")
 
 
 def main() -> None:
     args = parse_arguments()
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # torchrun sets these variables.
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
-    if torch.cuda.device_count() >= local_world_size:
-        device = torch.device("cuda", local_rank)
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if "WORLD_SIZE" in os.environ:  # started by torchrun
+    if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         train(args, device, rank, world_size)

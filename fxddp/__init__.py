@@ -5,7 +5,8 @@
 
 from .agreement import RanksDisagree
 from .backend import Backend, backend, backend_of, no_sync
+from .explain import Explanation, explain
 from .stats import BackwardRecord, Stats
 
 __version__ = "0.1.0"
-__all__ = ["Backend", "BackwardRecord", "RanksDisagree", "Stats", "backend", "backend_of", "no_sync"]
+__all__ = ["Backend", "BackwardRecord", "Explanation", "RanksDisagree", "Stats", "backend", "backend_of", "explain", "no_sync"]

@@ -138,6 +138,7 @@ def inductor_compile(
     inner_compile: Callable[..., Any],
     patches: dict[str, Any],
     fingerprint: str,
+    cache: bool,
 ) -> Callable[..., Any]:
     """`torch._inductor.compile_fx` with another function for its inner graphs.
 
@@ -148,7 +149,8 @@ def inductor_compile(
     from torch._inductor.compile_fx import compile_fx
 
     marked = {**config.unsafe_marked_cacheable_functions, "fxddp.backward": fingerprint}
-    with functorch_settings(bundled_autograd_cache=True), torch.autograd.set_grad_enabled(torch.is_grad_enabled()):
+    caching = {"bundled_autograd_cache": True} if cache else {"enable_autograd_cache": False}
+    with functorch_settings(**caching):
         return compile_fx(  # type: ignore[no-any-return]
             gm, inputs, inner_compile=inner_compile, config_patches={**patches, "unsafe_marked_cacheable_functions": marked}
         )
@@ -250,6 +252,14 @@ def mutated_inputs() -> tuple[int, ...]:
     if metadata is None:
         return ()
     return tuple(i for i, info in enumerate(metadata.input_info) if info.mutates_data)
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """A tensor without data that has this one's shape, strides, dtype and device."""
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+    with unset_fake_temporarily(), FakeTensorMode():
+        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -354,6 +364,10 @@ def compiled_autograd_enabled() -> bool:
         or compiled_autograd.compiled_autograd_enabled
         or compiled_autograd.in_compiled_autograd_region
     )
+
+
+below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowADInplaceOrView  # type: ignore[attr-defined]
+"""Inside, operators skip autograd: an alias made here is no view to it, so users may `detach_()` a `.grad` that is one."""
 
 
 def hooks_after_accumulation(parameter: Tensor) -> Any:

@@ -44,6 +44,10 @@ class Backend:
         settings = self.settings
         return f"<fxddp backend: buckets of {settings.cap / (1 << 20):g} MiB, inner={settings.inner!r}, split={settings.split}>"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Backend":
+        """A copied model shares the backend: it is bound to a process group, and tells models apart by their parameters."""
+        return self
+
     # --- compiling -----------------------------------------------------------------------------------------------------
 
     def __call__(
@@ -90,11 +94,16 @@ class Backend:
 
     def adopt(self, module: nn.Module) -> None:
         """Takes responsibility for all parameters of a module, whether or not a graph will cover them."""
+        if self.remember(module):
+            for name, parameter in module.named_parameters():
+                self.watch.add(parameter, name)
+
+    def remember(self, module: nn.Module) -> bool:
+        """Takes names from this module from now on; False if it did already."""
         if any(reference() is module for reference in self._modules):
-            return
+            return False
         self._modules.append(weakref.ref(module))
-        for name, parameter in module.named_parameters():
-            self.watch.add(parameter, name)
+        return True
 
     def known_tensors(self) -> list[tuple[str, Tensor]]:
         """Named parameters and buffers of the modules this backend knows."""

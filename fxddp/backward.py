@@ -142,7 +142,7 @@ class Backward:
         for where, ref in enumerate(artifact.program.outputs):
             if isinstance(ref, tuple) and ref in handed:
                 values[where] = handed[ref]
-        self.backend.watch.pending.update((id(p), p) for members in by_bucket for p in members)
+        self.backend.watch.keep_pending(p for members in by_bucket for p in members)
         return values
 
     def _enter(self, call: "Call") -> None:
@@ -232,11 +232,14 @@ class Backward:
             flat = torch.cat([_flatten(view) for _, view, _ in rows])
             index = self.record.launch(flat.nbytes) if flat.numel() else -1
             work = group.all_reduce(flat) if flat.numel() else None
-            views, parameters, offset = [], [], 0
+            views: list[Tensor] = []
+            parameters: list[Tensor] = []
+            offset = 0
             launched = _Launched(index, work, parameters, views)
             for parameter, view, where in rows:
                 if where not in exceptions.skipped:
-                    views.append(flat.as_strided(view.shape, view.stride(), offset))
+                    with _compat.below_autograd():
+                        views.append(flat.as_strided(view.shape, view.stride(), offset))
                     parameters.append(parameter)
                 if where in exceptions.reduced:
                     engine[where] = launched
@@ -339,13 +342,13 @@ class Backward:
         if self.synchronises:
             self.record.sync = True
             group = self.group or backend.lookup()
-            for identity, parameter in backend.watch.take_pending():
-                if identity not in self._taken and parameter.grad is not None:
-                    self._local[identity] = parameter
+            for parameter in backend.watch.take_pending():
+                if id(parameter) not in self._taken and parameter.grad is not None:
+                    self._local[id(parameter)] = parameter
             if self._local and group is not None:
                 backend.watch.reduce(list(self._local.values()), group, self.record)
         else:
-            backend.watch.pending.update(self._local)
+            backend.watch.keep_pending(self._local.values())
         for launched, bucket, flat in self._deferred:
             launched.views = bucket_views(bucket, flat)
         self._deferred.clear()
@@ -355,7 +358,7 @@ class Backward:
             launched.views = None
         for parameter, kept in self._aside.values():
             parameter.grad = kept if parameter.grad is None else parameter.grad.add_(kept)
-            backend.watch.pending[id(parameter)] = parameter
+            backend.watch.keep_pending([parameter])
         self._launched.clear()
         self._taken.clear()
         self._aside.clear()

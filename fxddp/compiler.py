@@ -26,7 +26,7 @@ class Compilation:
 
     def __init__(self, settings: Settings, parameters: Mapping[int, Tensor], group_name: str, group_size: int) -> None:
         self._settings = settings
-        self._parameters = parameters
+        self._parameters = {position: _compat.stand_in(p) for position, p in parameters.items()}  # compiled code outlives models
         self._group = (group_name, group_size)
         self._forward_outputs: tuple[Any, ...] = ()
         self.backward: SplitBackward | None = None
@@ -43,6 +43,7 @@ class Compilation:
                     inner_compile=self._inductor,
                     patches=dict(settings.options),
                     fingerprint=self._fingerprint(),
+                    cache=not settings.keep_graphs,
                 )
             inner = _interpret if settings.inner == "aot_eager" else partial(_boxed, settings.inner)
             return _compat.aot_compile(
@@ -80,7 +81,9 @@ class Compilation:
             keep=settings.keep_graphs,
         )
         mutated = _compat.mutated_inputs()
-        if settings.split or not rewritten.plan.buckets:
+        if not settings.run_backward:
+            backward = SplitBackward(rewritten.program, (), mutated)
+        elif settings.split or not rewritten.plan.buckets:
             backward = SplitBackward(rewritten.program, [_compile(inner, piece) for piece in rewritten.pieces], mutated)
         else:
             backward = SplitBackward(rewritten.program, (), mutated)

@@ -28,9 +28,11 @@ class Settings:
     find_unused_parameters: bool
     static_graph: bool
     keep_graphs: bool
+    run_backward: bool = True
 
     @property
     def inductor(self) -> bool:
+        """Whether inductor compiles."""
         return self.inner == "inductor"
 
 
@@ -112,7 +114,7 @@ def _inductor_options(inner: object, options: Mapping[str, Any] | None, mode: st
     return merged
 
 
-OWN_OPTIONS = ("bucket_mb", *(f.name for f in fields(Settings) if f.name not in ("cap", "first_cap", "options")), "first_bucket_mb")
+OWN_OPTIONS = ("bucket_mb", *(f.name for f in fields(Settings) if f.name not in ("cap", "first_cap", "options", "run_backward")), "first_bucket_mb")
 """The arguments of `fxddp.backend` that may stand among `torch.compile`'s `options` when the backend is used by name."""
 
 

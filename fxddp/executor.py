@@ -147,13 +147,11 @@ def run_pieces(
 
 def bucket_views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     """The gradients in a flat bucket, each in its parameter's shape and strides."""
-    if len(bucket.grads) == 1:
-        grad = bucket.grads[0]
-        return [flat.as_strided(grad.shape, grad.stride)]
-    return [
-        flat.as_strided(grad.shape, grad.stride, offset)
-        for grad, offset in zip(bucket.grads, bucket.offsets, strict=True)
-    ]
+    with _compat.below_autograd():
+        return [
+            flat.as_strided(grad.shape, grad.stride, offset)
+            for grad, offset in zip(bucket.grads, bucket.offsets, strict=True)
+        ]
 
 
 class _Flats:

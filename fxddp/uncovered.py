@@ -31,7 +31,7 @@ class Watch:
         self._backend = weakref.ref(backend)
         self._names: dict[int, str] = {}
         self._refs: dict[int, weakref.ref[Tensor]] = {}
-        self.pending: dict[int, Tensor] = {}
+        self._pending: dict[int, weakref.ref[Tensor]] = {}
 
     def __contains__(self, parameter: Tensor) -> bool:
         reference = self._refs.get(id(parameter))
@@ -102,10 +102,14 @@ class Watch:
                 found.append(leaf)
         return found
 
-    def take_pending(self) -> Iterable[tuple[int, Tensor]]:
+    def keep_pending(self, parameters: Iterable[Tensor]) -> None:
+        """Notes that these parameters hold local gradients, which the next synchronised backward owes an average."""
+        self._pending.update((id(p), weakref.ref(p)) for p in parameters)
+
+    def take_pending(self) -> list[Tensor]:
         """Parameters with local gradients left from backwards under `no_sync`."""
-        pending, self.pending = self.pending, {}
-        return pending.items()
+        pending, self._pending = self._pending, {}
+        return [parameter for reference in pending.values() if (parameter := reference()) is not None]
 
     def reduce(self, parameters: Sequence[Tensor], group: "Group", record: "BackwardRecord") -> None:
         """Averages the `.grad` of these parameters in place, packed by dtype and device, at most a bucket's size each."""

@@ -32,7 +32,9 @@ def graph_outputs(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def tangent_positions(graph: fx.Graph, forward_outputs: Sequence[Any]) -> dict[fx.Node, int | None]:
-    """Maps each tangent placeholder to the position of its output among the forward's outputs.
+    """Maps each tangent placeholder to the position of its output among the forward's outputs, as autograd counts them.
+
+    Tokens that order side effects are no outputs to autograd, and the parts of a tensor subclass are one.
 
     Args:
         graph: a backward graph of AOTAutograd.
@@ -41,13 +43,21 @@ def tangent_positions(graph: fx.Graph, forward_outputs: Sequence[Any]) -> dict[f
     Returns:
         None for a tangent whose output is not among them (such a tangent counts as always defined).
     """
-    position = {desc: i for i, desc in reversed(list(enumerate(forward_outputs))) if desc is not None}
+    real = [_whole(desc) for desc in forward_outputs if type(desc).__name__ != "ForwardTokenAOTOutput"]
+    position = {desc: i for i, desc in enumerate(dict.fromkeys(real))}
     found: dict[fx.Node, int | None] = {}
     for node in graph.find_nodes(op="placeholder"):
-        desc = node.meta.get("desc")
+        desc = _whole(node.meta.get("desc"))
         if type(desc).__name__ == "TangentAOTInput":
             found[node] = position.get(desc.output)
     return found
+
+
+def _whole(desc: Any) -> Any:
+    """The descriptor of the tensor that a value belongs to: a subclass is several values in a graph, one to autograd."""
+    while type(desc).__name__.startswith("Subclass"):
+        desc = desc.base
+    return desc
 
 
 def _dependencies(graph: fx.Graph, tangents: Mapping[fx.Node, int | None]) -> dict[fx.Node, int]:

@@ -5,6 +5,15 @@ or overlaps, and row-major otherwise. A bucket follows that contract, so that `.
 """
 
 from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+aten = torch.ops.aten
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -37,3 +46,26 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def gradient_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """Strides that the gradient of a parameter of this shape and these strides must have."""
     return tuple(stride) if is_dense(shape, stride) else contiguous_strides(shape)
+
+
+def lay_out(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Gives all values of a graph the strides that follow from those its inputs really have; edits `gm` in place.
+
+    Inductor's forward may save an activation in another layout than the one the backward was traced with (a convolution
+    channels-last). AOTAutograd says so only through the example inputs; pieces are compiled for their neighbours' strides.
+    """
+    traced = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    if [_strides(value) for value in traced] == [_strides(value) for value in inputs]:
+        return
+    for node in gm.graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default  # the new strides may not allow a view
+    mode = detect_fake_mode(inputs)
+    assert mode is not None, "the inputs of a backward graph are not fake"
+    with patch.object(mode, "allow_non_fake_inputs", new=True):  # constants of the graph are real
+        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
+    gm.recompile()
+
+
+def _strides(value: Any) -> tuple[str, ...]:
+    # As text: comparing symbols would guard on them.
+    return tuple(map(str, value.stride())) if isinstance(value, torch.Tensor) else ()

@@ -12,6 +12,7 @@ from torch import fx
 from .allreduce import insert_allreduce
 from .bucketing import plan_buckets
 from .gradients import find_gradients
+from .layout import lay_out
 from .plan import BucketPlan
 from .schedule import schedule
 from .split import Program, split
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """What one pass did: its name, how long it took in seconds, and the graph after it if graphs are kept."""
+    """What one pass did: its name, how long it took in seconds, and the readable graph after it if graphs are kept."""
 
     name: str
     seconds: float
@@ -31,9 +32,14 @@ class PassRecord:
 
 @dataclass(slots=True)
 class Rewritten:
-    """A backward graph after the passes: the whole graph, and the split form with its pieces."""
+    """A backward graph after the passes: the whole graph, and the split form with its pieces.
+
+    Attributes:
+        nodes: names of the nodes before the passes, in order; `GradSpec.ready` counts in it.
+    """
 
     gm: fx.GraphModule
+    nodes: tuple[str, ...]
     plan: BucketPlan
     program: Program
     pieces: tuple[fx.GraphModule, ...]
@@ -48,6 +54,7 @@ def rewrite_backward(
     cap: int,
     first_cap: int,
     group_name: str,
+    inputs: Sequence[Any] | None = None,
     keep: bool = False,
 ) -> Rewritten:
     """Plans the buckets of a backward graph and rewrites it for them.
@@ -58,6 +65,7 @@ def rewrite_backward(
         forward_outputs: descriptors of the forward graph's outputs.
         cap, first_cap: bucket sizes in bytes.
         group_name: the process group named in the collectives of the whole graph.
+        inputs: the (fake) values that the graph will be called with, if they may differ from the traced ones.
         keep: keep the readable code after each pass.
     """
     history: list[PassRecord] = []
@@ -67,7 +75,10 @@ def rewrite_backward(
         history.append(PassRecord(name, seconds, gm.print_readable(print_output=False) if keep else None))
         log.debug("%s: %.1f ms", name, seconds * 1e3)
 
+    if inputs is not None:
+        lay_out(gm, inputs)
     start = time.perf_counter()
+    nodes = tuple(node.name for node in gm.graph.nodes)
     before = snapshot(gm)
     grads = find_gradients(gm, parameters=parameters, forward_outputs=forward_outputs)
     plan = plan_buckets(grads, cap=cap, first_cap=first_cap)
@@ -85,4 +96,4 @@ def rewrite_backward(
     program, pieces = split(gm, plan=plan)
     verify_program(program, outputs=len(before))
     record("split", start)
-    return Rewritten(gm, plan, program, pieces, history)
+    return Rewritten(gm, nodes, plan, program, pieces, history)

@@ -124,7 +124,8 @@ def check_plan(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
       of one kind, one after the other, hold that kind's gradients in ready order.
     - Caps: a bucket's limit is `cap`; only the *first bucket to fill* has the limit `first_cap`. That is the first
       bucket of the kind whose gradients, in ready order, are the first to add up to more than `first_cap`. Only a
-      single gradient larger than the limit may exceed it. Bucket 0 keeps to `first_cap` in this sense, always.
+      single gradient larger than the limit may exceed it. (So bucket 0 always keeps to `first_cap`: whatever is ready
+      before the first bucket to fill belongs to kinds that do not add up to more until then.)
     - Greedy: no bucket could have taken one gradient more. For each bucket and the next one of its kind, the bytes of
       the one and of the other's first gradient add up to more than the limit of the one.
 
@@ -221,7 +222,7 @@ def _check_caps(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
     if first is not None:
         limits[first.index] = plan.first_cap
     for bucket in plan.buckets:
-        limit = plan.first_cap if bucket.index == 0 else limits[bucket.index]
+        limit = limits[bucket.index]
         assert bucket.nbytes <= limit or len(bucket.grads) == 1, (
             f"bucket {bucket.index} holds {bucket.nbytes} bytes in {len(bucket.grads)} gradients, its cap is {limit}"
         )

@@ -9,8 +9,10 @@ program, so one set of pieces serves synchronised and local backwards. Afterward
 its inputs and outputs. Values cross pieces through numbered slots; slots 0 … n-1 are the backward's own inputs.
 """
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -118,8 +120,12 @@ def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.Gr
 
 
 def _assign(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The nodes of each piece; a piece ends with its all-reduce. Waits and views belong to none."""
+    """The nodes of each piece; a new one begins after each all-reduce. Waits and views belong to none.
+
+    A node that picks one of several results stays with the call that gives them: only single values cross pieces.
+    """
     pieces: list[list[fx.Node]] = [[]]
+    piece_of: dict[Any, int] = {}
     late: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -127,7 +133,9 @@ def _assign(graph: fx.Graph) -> list[list[fx.Node]]:
         if node.target is WAIT or any(parent in late for parent in node.all_input_nodes):
             late.add(node)
             continue
-        pieces[-1].append(node)
+        last = len(pieces) - 1
+        piece_of[node] = piece_of.get(node.args[0], last) if node.target is operator.getitem else last
+        pieces[piece_of[node]].append(node)
         if node.target is ALL_REDUCE:
             pieces.append([])
     if len(pieces) > 1 and all(node.op == "get_attr" for node in pieces[-1]):

@@ -7,25 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from benchmarks import network, step_time
 
 ROOT = Path(__file__).parents[1]
 MODES = ["local", "ddp", "ddp_compile", "fxddp", "fxddp_unsplit"]
-
-
-@pytest.fixture
-def step_time(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT))
-    import benchmarks.step_time
-
-    return benchmarks.step_time
-
-
-@pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT))
-    import benchmarks.network
-
-    return benchmarks.network
 
 
 def test_tiny_run(tmp_path: Path) -> None:
@@ -71,7 +58,7 @@ def test_tiny_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "low", "high"), [(1, 1, 1), (5, 1, 5), (6, 1, 6), (15, 4, 12), (20, 6, 15)])
-def test_median_interval_is_the_table_of_order_statistics(step_time: Any, count: int, low: int, high: int) -> None:
+def test_median_interval_is_the_table_of_order_statistics(count: int, low: int, high: int) -> None:
     """The ranks printed in statistical tables for a 95 % interval of the median; the extremes below six values."""
     interval = step_time.median_interval([float(i) for i in range(count, 0, -1)])
     assert (interval.low, interval.high) == (low, high)
@@ -79,7 +66,7 @@ def test_median_interval_is_the_table_of_order_statistics(step_time: Any, count:
     assert (interval.coverage >= 0.95) == (count >= 6)
 
 
-def test_summary_pairs_within_rounds_and_takes_the_slower_rank(step_time: Any) -> None:
+def test_summary_pairs_within_rounds_and_takes_the_slower_rank() -> None:
     """The machine slows down tenfold in the second round: no ratio notices."""
 
     def rank(local: list[float], ddp_compile: list[float], comm: list[float]) -> dict[str, Any]:
@@ -97,9 +84,7 @@ def test_summary_pairs_within_rounds_and_takes_the_slower_rank(step_time: Any) -
     assert (result["forward_ms"], result["backward_ms"], result["limit_ms"]) == (1000, 3000, 4000)
 
 
-def test_wrong_gradients_are_not_measured(step_time: Any) -> None:
-    import torch
-
+def test_wrong_gradients_are_not_measured() -> None:
     right = {"weight": torch.tensor([1.0, -2.0])}
     assert step_time.check_gradients("some", right, right) == 0
     for wrong in (torch.tensor([1.0, -2.1]), torch.tensor([1.0, float("nan")])):
@@ -107,24 +92,24 @@ def test_wrong_gradients_are_not_measured(step_time: Any) -> None:
             step_time.check_gradients("some", {"weight": wrong}, right)
 
 
-def test_modes_have_code_objects_of_their_own(step_time: Any) -> None:
+def test_modes_have_code_objects_of_their_own() -> None:
     first, second = (step_time.fresh_models(tag).ResidualMLP.forward.__code__ for tag in ("one", "two"))
     assert first is not second
 
 
 @pytest.mark.parametrize(("text", "bits"), [("none", None), ("1gbit", 1e9), ("2.5gbit", 2.5e9), ("500mbit", 5e8)])
-def test_rates(network: Any, text: str, bits: float | None) -> None:
+def test_rates(text: str, bits: float | None) -> None:
     assert network.bits_per_second(text) == bits
 
 
 @pytest.mark.parametrize("text", ["", "1", "1gb", "-1gbit", "fast"])
-def test_what_is_no_rate_is_refused(network: Any, text: str) -> None:
+def test_what_is_no_rate_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="rate must be 'none' or a number"):
         network.bits_per_second(text)
 
 
-def test_without_iproute2_the_reason_is_told(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network.shutil, "which", lambda tool: None)
+def test_without_iproute2_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda tool: None)
     fallback, reason = network.open_network(namespaces=True)
     assert fallback.kind == "loopback"
-    assert "install iproute2" in reason
+    assert reason is not None and "install iproute2" in reason

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 START_TIMEOUT = 120.0  # seconds for a worker to import torch and join its group
-GROUP_TIMEOUT = 30.0  # seconds after which a collective that a rank never joined becomes an error
+GROUP_TIMEOUT = 60.0  # seconds after which a collective that a rank never joined becomes an error; compiling takes a while
 GRACE = 15.0  # seconds the other ranks get to finish once one has raised
 HEALTH_TIMEOUT = 5.0  # seconds for an all-reduce after a job
 HEALTH_CHECK = "health check"

@@ -27,6 +27,8 @@ def test_every_plan_passes_the_oracle(inputs: tuple[list[GradSpec], int, int]) -
     plan = plan_buckets(grads, cap=cap, first_cap=first_cap)
     check_plan(plan, grads)
     assert (plan.cap, plan.first_cap) == (cap, min(cap, first_cap))
+    for bucket in plan.buckets[:1]:
+        assert bucket.nbytes <= plan.first_cap or len(bucket.grads) == 1
 
 
 @settings(max_examples=100, deadline=None)
