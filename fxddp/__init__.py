@@ -1,6 +1,6 @@
 """fxddp: data-parallel training for `torch.compile`, as passes over the AOTAutograd backward graph.
 
-    model = torch.compile(model, backend=fxddp.backend(bucket_mb=25))
+model = torch.compile(model, backend=fxddp.backend(bucket_mb=25))
 """
 
 from .agreement import RanksDisagree
@@ -9,4 +9,14 @@ from .explain import Explanation, explain
 from .stats import BackwardRecord, Stats
 
 __version__ = "0.1.0"
-__all__ = ["Backend", "BackwardRecord", "Explanation", "RanksDisagree", "Stats", "backend", "backend_of", "explain", "no_sync"]
+__all__ = [
+    "Backend",
+    "BackwardRecord",
+    "Explanation",
+    "RanksDisagree",
+    "Stats",
+    "backend",
+    "backend_of",
+    "explain",
+    "no_sync",
+]

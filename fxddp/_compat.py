@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-# --- Dynamo: who is being compiled -------------------------------------------------------------------------------
+# --- Dynamo: who is being compiled ----------------------------------------------------------------
 
 
 def frame_variables() -> dict[str, Any]:
@@ -88,7 +88,7 @@ def compile_wrapper(compiled: Any) -> Any:
     callback = getattr(context, "callback", None) or getattr(compiled, "_torchdynamo_orig_backend", None)
     if callback is None:
         for cell in getattr(compiled, "__closure__", None) or ():
-            value = cell.cell_contents if _filled(cell) else None
+            value = cell.cell_contents if filled(cell) else None
             if hasattr(value, "_torchdynamo_orig_backend"):
                 callback = value
                 break
@@ -101,14 +101,15 @@ def compile_wrapper(compiled: Any) -> Any:
     return callback
 
 
-def _filled(cell: Any) -> bool:
+def filled(cell: Any) -> bool:
+    """Whether a closure's cell holds something."""
     try:
         return cell.cell_contents is not None
     except ValueError:
         return False
 
 
-# --- AOTAutograd and inductor: compiling forward and backward --------------------------------------------------------
+# --- AOTAutograd and inductor: compiling forward and backward -------------------------------------
 
 
 def aot_compile(
@@ -152,7 +153,10 @@ def inductor_compile(
     caching = {"bundled_autograd_cache": True} if cache else {"enable_autograd_cache": False}
     with functorch_settings(**caching):
         return compile_fx(  # type: ignore[no-any-return]
-            gm, inputs, inner_compile=inner_compile, config_patches={**patches, "unsafe_marked_cacheable_functions": marked}
+            gm,
+            inputs,
+            inner_compile=inner_compile,
+            config_patches={**patches, "unsafe_marked_cacheable_functions": marked},
         )
 
 
@@ -181,9 +185,10 @@ def inductor_piece(gm: fx.GraphModule, inputs: Sequence[Any], arguments: dict[st
     from torch._inductor.utils import BoxedBool
 
     output = gm.graph.output_node()
-    values = output.args[0]
-    output.meta["user_visible_output_idxs"] = [i for i, v in enumerate(values) if isinstance(v, fx.Node)]  # type: ignore[arg-type]
-    return inductor_inner_compile(gm, inputs, **{**arguments, "static_input_idxs": (), "cudagraphs": BoxedBool(False)})
+    values: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = [i for i, v in enumerate(values) if isinstance(v, fx.Node)]
+    arguments = {**arguments, "static_input_idxs": (), "cudagraphs": BoxedBool(False)}
+    return inductor_inner_compile(gm, inputs, **arguments)
 
 
 def inductor_config_keys() -> frozenset[str]:
@@ -278,7 +283,7 @@ def saved_context() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     yield lambda: tracing(context)
 
 
-# --- Autograd: what the running backward will do ---------------------------------------------------------------------
+# --- Autograd: what the running backward will do --------------------------------------------------
 
 task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Identifies the running backward; -1 outside of one."""
@@ -293,7 +298,7 @@ def sequence_number() -> int:
 
 
 def compiled_node(tensors: Sequence[Any], since: int) -> Any:
-    """The backward node that AOTAutograd's function made for these results, not older than `since`; None if there is none.
+    """The backward node that AOTAutograd's function made for these results, not older than `since`, or None.
 
     Results that are views, or inputs written to, have nodes of their own before it.
     """
@@ -339,6 +344,11 @@ def accumulates(leaf: Tensor) -> bool:
     return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
 
 
+def flatten(values: Any) -> list[Any]:
+    """The leaves of nested containers."""
+    return torch.utils._pytree.tree_leaves(values)  # type: ignore[no-any-return]
+
+
 def upstream_leaves(arguments: Sequence[Any]) -> list[Tensor]:
     """Leaves that these values were computed from."""
     seen = set()
@@ -356,7 +366,7 @@ def upstream_leaves(arguments: Sequence[Any]) -> list[Tensor]:
 
 
 def compiled_autograd_enabled() -> bool:
-    """True where a backward would be captured by compiled autograd, which never runs the compiled backward it is given."""
+    """True where compiled autograd would capture a backward; it never runs the compiled backward it is given."""
     from torch._dynamo import compiled_autograd
 
     return bool(
@@ -366,8 +376,8 @@ def compiled_autograd_enabled() -> bool:
     )
 
 
-below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowADInplaceOrView  # type: ignore[attr-defined]
-"""Inside, operators skip autograd: an alias made here is no view to it, so users may `detach_()` a `.grad` that is one."""
+below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowADInplaceOrView
+"""Inside, operators skip autograd: an alias made here is no view to it, and users may `detach_()` a `.grad` that is one."""
 
 
 def hooks_after_accumulation(parameter: Tensor) -> Any:
@@ -380,7 +390,7 @@ def hooks_before_accumulation(parameter: Tensor) -> Any:
     return parameter._backward_hooks
 
 
-# --- Process groups --------------------------------------------------------------------------------------------------
+# --- Process groups -------------------------------------------------------------------------------
 
 
 def group_exists(group: dist.ProcessGroup) -> bool:

@@ -1,10 +1,10 @@
 """Ranks agree on what they reduce, or say by name how they differ, before a collective could mismatch.
 
-Note [agreement]: what one backward of one set of parameters reduces, and in which buckets, is settled the first time that
-set is seen: each rank posts a description to the group's key-value store and reads the others'. Rank 0's buckets are what
-travels from then on; a rank whose compile ordered the gradients otherwise (another shape variant) copies into them. A set
-that was settled costs nothing, until a parameter turns up in a second set: ranks could then take different ones, so every
-backward is compared from there on. Nothing is posted while compiling.
+Note [agreement]: what one backward of one set of parameters reduces, and in which buckets, is settled the first time
+that set is seen: each rank posts a description to the group's key-value store and reads the others'. Rank 0's buckets
+are what travels from then on; a rank whose compile ordered the gradients otherwise (another shape variant) copies into
+them. A set that was settled costs nothing, until a parameter turns up in a second set: ranks could then take different
+ones, so every backward is compared from there on. Nothing is posted while compiling.
 """
 
 import hashlib
@@ -135,7 +135,8 @@ class Agreement:
         gone = [backend.watch.names_of(i) for i in sorted(known - set(used))]
         come = [backend.watch.names_of(i) for i in sorted(set(used) - known)]
         raise RuntimeError(
-            f"static_graph=True, but the parameters that get gradients changed: came {come}, went {gone}. Keep the set the same in "
+            f"static_graph=True, but the parameters that get gradients changed: came {come}, went {gone}. Keep the "
+            f"set the same in "
             "every iteration, or leave static_graph at False"
         )
 
@@ -147,7 +148,7 @@ class Agreement:
             token = group.gather_objects(uuid.uuid4().hex)[0]
             self._channel = group.store(f"fxddp/{token}")
         self._posted += 1
-        parameters = sorted((entry for bucket in layout for entry in bucket), key=lambda entry: json.dumps(entry))
+        parameters = sorted((entry for bucket in layout for entry in bucket), key=json.dumps)
         mine = {"what": what, "parameters": parameters, "unused": sorted(unused), "layout": layout}
         self._channel.set(f"{self._posted}/{group.rank}", json.dumps(mine))
         texts = []
@@ -157,8 +158,10 @@ class Agreement:
                 self._channel.wait([key], _compat.group_timeout(group.process_group))
             except RuntimeError as error:
                 raise RanksDisagree(
-                    f"rank {group.rank} is about to reduce {what} ({_some(parameters)}), but rank {rank} did not come to the same "
-                    f"point within the group's timeout: it stopped, took another path through the model, or ran another number of "
+                    f"rank {group.rank} is about to reduce {what} ({_some(parameters)}), but rank {rank} did not come "
+                    f"to the same "
+                    f"point within the group's timeout: it stopped, took another path through the model, or ran "
+                    f"another number of "
                     f"backwards ({error})"
                 ) from error
             texts.append(json.loads(self._channel.get(key)))
@@ -181,7 +184,8 @@ def _apply(common: list[Any], mine: list[Any], own: Layout) -> Layout:
     doubtful = sorted(key for key, found in ids.items() if len(found) > 1)
     if doubtful:
         raise RanksDisagree(
-            f"ranks compiled different bucket orders, and {doubtful[0]} names more than one parameter, so they cannot be matched. "
+            f"ranks compiled different bucket orders, and {doubtful[0]} names more than one parameter, so they cannot "
+            f"be matched. "
             "Compile the whole module instead of its parts"
         )
     return tuple(tuple(ids[json.dumps(entry)][0] for entry in bucket) for bucket in common)
@@ -190,7 +194,8 @@ def _apply(common: list[Any], mine: list[Any], own: Layout) -> Layout:
 def _difference(rank: int, mine: dict[str, Any], other: int, theirs: dict[str, Any]) -> str:
     if mine["what"] != theirs["what"]:
         return (
-            f"rank {rank} reduces {mine['what']} ({_some(mine['parameters'])}) while rank {other} reduces {theirs['what']} "
+            f"rank {rank} reduces {mine['what']} ({_some(mine['parameters'])}) while rank {other} reduces "
+            f"{theirs['what']} "
             f"({_some(theirs['parameters'])}): the ranks took different paths through the model. {REMEDY}"
         )
     only_mine = [e for e in mine["parameters"] if e not in theirs["parameters"]]
@@ -209,8 +214,10 @@ def _difference(rank: int, mine: dict[str, Any], other: int, theirs: dict[str, A
 
 
 REMEDY = (
-    "All ranks must use the same parameters in a step; per-rank sets (find_unused_parameters across ranks) are not supported yet. "
-    "Make the branch the same everywhere, or let every parameter take part on every rank (for instance by adding 0 * p.sum())"
+    "All ranks must use the same parameters in a step; per-rank sets (find_unused_parameters across ranks) are not "
+    "supported yet. "
+    "Make the branch the same everywhere, or let every parameter take part on every rank (for instance by adding 0 * "
+    "p.sum())"
 )
 
 

@@ -1,9 +1,9 @@
 """A compiled backward: a program, its compiled pieces, and how AOTAutograd's cache holds them.
 
-Note [compile cache]: AOTAutograd's cache, in its bundled form, stores any `OutputCode` whole. A `SplitBackward` is one, so
-a warm process loads forward, plan and pieces without tracing the backward. Everything the run needs is in it; which
-parameters, group and world size it serves is decided by the call. On a cache hit no pass runs: whoever wants the plan is
-told when the artifact is built or loaded (`loading`).
+Note [compile cache]: AOTAutograd's cache, in its bundled form, stores any `OutputCode` whole. A `SplitBackward` is one,
+so a warm process loads forward, plan and pieces without tracing the backward. Everything the run needs is in it; which
+parameters, group and world size it serves is decided by the call. On a cache hit no pass runs: whoever wants the plan
+is told when the artifact is built or loaded (`loading`).
 """
 
 import threading

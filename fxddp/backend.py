@@ -14,7 +14,7 @@ from .agreement import Agreement
 from .backward import Backward
 from .call import Binding
 from .compiler import Compilation
-from .config import Settings, make_settings, split_options
+from .config import MIB, Settings, make_settings, split_options
 from .group import GroupLookup
 from .passes.plan import BucketPlan
 from .replica import Replica
@@ -42,13 +42,14 @@ class Backend:
 
     def __repr__(self) -> str:
         settings = self.settings
-        return f"<fxddp backend: buckets of {settings.cap / (1 << 20):g} MiB, inner={settings.inner!r}, split={settings.split}>"
+        size = settings.cap / MIB
+        return f"<fxddp backend: buckets of {size:g} MiB, inner={settings.inner!r}, split={settings.split}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Backend":
-        """A copied model shares the backend: it is bound to a process group, and tells models apart by their parameters."""
+        """A copied model shares the backend, which is bound to a group and tells models apart by their parameters."""
         return self
 
-    # --- compiling -----------------------------------------------------------------------------------------------------
+    # --- compiling --------------------------------------------------------------------------------
 
     def __call__(
         self,
@@ -77,12 +78,14 @@ class Backend:
         return site
 
     def _settings_for(self, options: Mapping[str, Any] | None, mode: str | None) -> Settings:
-        """`torch.compile(…, backend=fxddp.backend(…), options=…, mode=…)`: inductor's settings may come from there too."""
+        """The settings with what `torch.compile` itself was given: inductor's `options` and `mode`."""
         if not options and not mode:
             return self.settings
         own, rest = split_options(options or {})
         if own:
-            raise ValueError(f"options {sorted(own)} belong to fxddp.backend(…), which was given already: put them there")
+            raise ValueError(
+                f"options {sorted(own)} belong to fxddp.backend(…), which was given already: put them there"
+            )
         extra = make_settings(inner=self.settings.inner, options=rest, mode=mode).options
         return replace(self.settings, options={**self.settings.options, **extra})
 
@@ -90,7 +93,7 @@ class Backend:
         """Called by `torch._dynamo.reset`, which also forgets listeners."""
         listen()
 
-    # --- the modules behind the graphs -----------------------------------------------------------------------------------
+    # --- the modules behind the graphs ------------------------------------------------------------
 
     def adopt(self, module: nn.Module) -> None:
         """Takes responsibility for all parameters of a module, whether or not a graph will cover them."""
@@ -122,7 +125,7 @@ class Backend:
             if any(id(p) in wanted for p in module.parameters()):
                 self.adopt(module)
 
-    # --- running -----------------------------------------------------------------------------------------------------------
+    # --- running ----------------------------------------------------------------------------------
 
     def backward(self) -> Backward:
         """The running backward."""
@@ -149,10 +152,11 @@ class Backend:
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Gradients of forwards that run inside stay local and accumulate; the next synchronised backward averages the sum.
+        """Gradients of forwards that run inside stay local and accumulate.
 
-        As under DistributedDataParallel, where the *forward* ran decides. Parameters that only eager code uses follow the
-        other forwards of the same backward, or, if it has none, the place of the backward.
+        The next synchronised backward averages the sum, with the collectives of a normal step.
+        As under DistributedDataParallel, where the *forward* ran decides. Parameters that only eager code uses follow
+        the other forwards of the same backward, or, if it has none, the place of the backward.
 
         Args:
             model: only this one of several models on the backend.
@@ -164,12 +168,14 @@ class Backend:
         finally:
             self._local_scopes.remove(scope)
 
-    # --- looking -----------------------------------------------------------------------------------------------------------
+    # --- looking ----------------------------------------------------------------------------------
 
     @property
     def plans(self) -> tuple[BucketPlan, ...]:
         """The bucket plans of the compiled graphs that have a backward, in the order they were compiled."""
-        return tuple(site.compilation.backward.program.plan for site in self.sites if site.compilation.backward is not None)
+        return tuple(
+            site.compilation.backward.program.plan for site in self.sites if site.compilation.backward is not None
+        )
 
     def stats(self) -> Stats:
         """What the last backwards launched, ran and waited for."""
@@ -196,18 +202,19 @@ def backend(
     Args:
         bucket_mb: size of a bucket in MiB; gradients are all-reduced bucket by bucket, in the order they become ready.
         first_bucket_mb: size of the first bucket in MiB; a small one starts the communication early.
-        process_group: the group to average over; None for the default group. Without `torch.distributed` the model trains
-            alone.
-        inner: what compiles forward and the pieces of the backward: "inductor", "aot_eager" (runs the operators one by one;
-            for debugging), or a callable `(graph, example_inputs) -> callable`.
-        options, mode: inductor's settings, as in `torch.compile`.
+        process_group: the group to average over; None for the default group. Without `torch.distributed` the model
+            trains alone.
+        inner: what compiles forward and the pieces of the backward: "inductor", "aot_eager" (runs the operators one by
+            one; for debugging), or a callable `(graph, example_inputs) -> callable`.
+        options: inductor's settings, as in `torch.compile`.
+        mode: one of `torch.compile`'s modes, for inductor.
         split: cut the backward at the buckets and launch between the pieces; False keeps one graph with the collectives
             inside.
         init_sync: check shapes and send rank 0's parameters and buffers when a model first runs with grad enabled.
         forward_sync_buffers: send rank 0's buffers before each forward that changes them and will synchronise.
-        find_unused_parameters: accepted for DistributedDataParallel's sake: parameters without gradient are found from the
-            graph in any case. Ranks that use different parameters in one step raise; averaging over their union is not
-            supported yet.
+        find_unused_parameters: accepted for DistributedDataParallel's sake: parameters without gradient are found from
+            the graph in any case. Ranks that use different parameters in one step raise; averaging over their union is
+            not supported yet.
         static_graph: raise, naming the parameters, if the set that gets gradients ever changes.
         keep_graphs: keep all graphs for `fxddp.explain`, at the cost of host memory.
 
@@ -264,7 +271,8 @@ def backend_of(model: Any) -> Backend:
     found = _backends(model)
     if not found:
         raise ValueError(
-            f"{type(model).__name__} is not compiled with fxddp: pass what torch.compile(…, backend=fxddp.backend(…)) returned, or a "
+            f"{type(model).__name__} is not compiled with fxddp: pass what torch.compile(…, backend=fxddp.backend(…)) "
+            f"returned, or a "
             "module on which .compile(backend=…) was called"
         )
     return found[0]
@@ -297,7 +305,8 @@ def _backends(model: Any) -> list[Backend]:
 def listen() -> None:
     """Has Dynamo tell when it starts on a frame for one of our backends.
 
-    It may compile nothing of it (an LSTM, a frame without tensor work); then the module's parameters are known all the same.
+    It may compile nothing of it (an LSTM, a frame without tensor work); then the module's parameters are known all the
+    same.
     """
     _compat.on_frame(_frame_started)
 
@@ -310,9 +319,9 @@ def _frame_started(compiler: Any, variables: Mapping[str, Any]) -> None:
 
 
 def _modules_in(values: Any) -> Iterator[nn.Module]:
-    """Modules among these values, or one step inside: the object of a bound method, an attribute, an item, a closure's cell."""
-    for value in list(values):
-        value = getattr(value, "__self__", value)
+    """Modules among these values, or one step inside: a bound method's object, an attribute, an item, a closure's cell."""
+    for found in list(values):
+        value = getattr(found, "__self__", found)
         if isinstance(value, nn.Module):
             yield getattr(value, "_orig_mod", value)
             continue
@@ -324,7 +333,7 @@ def _modules_in(values: Any) -> Iterator[nn.Module]:
         elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type):
             inside += list(vars(value).values())
         for cell in getattr(value, "__closure__", None) or ():
-            inside += [cell.cell_contents] if _compat._filled(cell) else []
+            inside += [cell.cell_contents] if _compat.filled(cell) else []
         for item in inside:
             if isinstance(item, nn.Module):
                 yield getattr(item, "_orig_mod", item)

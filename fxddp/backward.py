@@ -67,7 +67,7 @@ class Backward:
         self._explored = False
         _compat.queue_callback(_AtEnd(self))
 
-    # --- called by the executor, at a compiled node ------------------------------------------------------------------
+    # --- called by the executor, at a compiled node -----------------------------------------------
 
     def reduce(
         self,
@@ -108,7 +108,9 @@ class Backward:
             self._launch_repacked(packed, by_bucket, wire, exceptions, engine, group)
         for (index, i), launched in engine.items():
             self._wait(launched)
-            view = next(v for v, p in zip(launched.views or (), launched.parameters, strict=True) if p is by_bucket[index][i])
+            view = next(
+                v for v, p in zip(launched.views or (), launched.parameters, strict=True) if p is by_bucket[index][i]
+            )
             own = handed[index, i] = view.clone()
             self._returned[id(by_bucket[index][i])] = (by_bucket[index][i], own.data_ptr())
         for where, ref in enumerate(program.outputs):
@@ -155,7 +157,7 @@ class Backward:
                 self._explored = True
                 self._strangers += self.backend.watch.strangers()
 
-    # --- folding, launching ------------------------------------------------------------------------------------------
+    # --- folding, launching -----------------------------------------------------------------------
 
     def _fold(
         self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor], exceptions: Exceptions, scale: float
@@ -222,10 +224,12 @@ class Backward:
         engine: dict[tuple[int, int], _Launched],
         group: "Group",
     ) -> None:
-        """Copies gradients into the buckets all ranks agreed on and launches those: other compiles, same collectives."""
+        """Copies gradients into the buckets all ranks agreed on and launches those: another compile, same collectives."""
         found: dict[int, tuple[Tensor, Tensor, tuple[int, int]]] = {}
         for bucket, flat in packed:
-            for i, (parameter, view) in enumerate(zip(by_bucket[bucket.index], bucket_views(bucket, flat), strict=True)):
+            for i, (parameter, view) in enumerate(
+                zip(by_bucket[bucket.index], bucket_views(bucket, flat), strict=True)
+            ):
                 found[id(parameter)] = (parameter, view, (bucket.index, i))
         for members in wire:
             rows = [found[identity] for identity in members]
@@ -293,10 +297,10 @@ class Backward:
             parameter.grad = None
         self._aside[identity] = (parameter, gradient)
 
-    # --- called by hooks, when autograd accumulated into a watched parameter -------------------------------------------
+    # --- called by hooks, when autograd accumulated into a watched parameter ----------------------
 
     def accumulated(self, parameter: Tensor, *, now: bool) -> None:
-        """Notes that a parameter got a gradient from autograd; with `now` it is averaged at once (others look at it next)."""
+        """Notes that autograd accumulated into a parameter; with `now` it is averaged at once: others look at it next."""
         identity = id(parameter)
         if identity in self._returned:
             _, address = self._returned[identity]
@@ -321,7 +325,7 @@ class Backward:
         """Whether what is accumulated outside of the graphs will be reduced in this backward."""
         return self.record.sync if self._calls else not self.backend.under_no_sync
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Reduces what is still local, waits for everything and writes every `.grad`."""

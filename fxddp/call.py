@@ -111,6 +111,8 @@ class Call:
 
 
 COMPILED_AUTOGRAD = (
-    "fxddp does not work with compiled autograd: it would inline the backward and run none of fxddp's all-reduces, so gradients "
-    "would stay local. Turn off torch._dynamo.config.compiled_autograd; fxddp already compiles the whole backward of each graph"
+    "fxddp does not work with compiled autograd: it would inline the backward and run none of fxddp's all-reduces, so "
+    "gradients "
+    "would stay local. Turn off torch._dynamo.config.compiled_autograd; fxddp already compiles the whole backward of "
+    "each graph"
 )

@@ -26,7 +26,9 @@ class Compilation:
 
     def __init__(self, settings: Settings, parameters: Mapping[int, Tensor], group_name: str, group_size: int) -> None:
         self._settings = settings
-        self._parameters = {position: _compat.stand_in(p) for position, p in parameters.items()}  # compiled code outlives models
+        self._parameters = {
+            position: _compat.stand_in(p) for position, p in parameters.items()
+        }  # compiled code outlives models
         self._group = (group_name, group_size)
         self._forward_outputs: tuple[Any, ...] = ()
         self.backward: SplitBackward | None = None
@@ -96,7 +98,7 @@ class Compilation:
         return backward.announce()
 
     def _fingerprint(self) -> str:
-        """What the backward depends on beyond the Dynamo graph: fxddp's own code, the plan's settings, who is a parameter."""
+        """What the backward depends on beyond the Dynamo graph: fxddp's code, settings, and who is a parameter."""
         settings = self._settings
         parts = (source_digest(), settings.cap, settings.first_cap, settings.split, tuple(sorted(self._parameters)))
         where = () if settings.split else self._group
@@ -112,7 +114,7 @@ def _compile_later(again: Callable[[], Any], inner: PieceCompiler, pieces: Seque
         return [_compile(inner, piece) for piece in pieces]
 
 
-def _interpret(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+def _interpret(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
     """Runs the graph's operators one by one: the "aot_eager" inner compiler."""
 
     def run(arguments: list[Any]) -> Any:

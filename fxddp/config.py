@@ -64,10 +64,13 @@ def make_settings(
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}")
     if not callable(inner) and inner not in INNER_COMPILERS:
-        raise ValueError(f"inner must be one of {INNER_COMPILERS} or a callable (graph, inputs) -> callable, got {inner!r}")
+        raise ValueError(
+            f"inner must be one of {INNER_COMPILERS} or a callable (graph, inputs) -> callable, got {inner!r}"
+        )
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise ValueError(
-            f"process_group must be a torch.distributed.ProcessGroup that this rank belongs to, or None for the default "
+            f"process_group must be a torch.distributed.ProcessGroup that this rank belongs to, or None for the "
+            f"default "
             f"group, got {process_group!r}"
         )
     return Settings(
@@ -108,14 +111,19 @@ def _inductor_options(inner: object, options: Mapping[str, Any] | None, mode: st
         )
     if merged.get("triton.cudagraphs"):
         raise ValueError(
-            f"triton.cudagraphs=True (mode={mode!r}) is not supported yet: all-reduces are launched between CUDA graphs' "
+            f"triton.cudagraphs=True (mode={mode!r}) is not supported yet: all-reduces are launched between CUDA "
+            f"graphs' "
             "pieces; use a mode without CUDA graphs, such as 'default' or 'max-autotune-no-cudagraphs'"
         )
     return merged
 
 
-OWN_OPTIONS = ("bucket_mb", *(f.name for f in fields(Settings) if f.name not in ("cap", "first_cap", "options", "run_backward")), "first_bucket_mb")
-"""The arguments of `fxddp.backend` that may stand among `torch.compile`'s `options` when the backend is used by name."""
+OWN_OPTIONS = (
+    "bucket_mb",
+    *(f.name for f in fields(Settings) if f.name not in ("cap", "first_cap", "options", "run_backward")),
+    "first_bucket_mb",
+)
+"""Arguments of `fxddp.backend` that may stand among `torch.compile`'s `options` when the backend is used by name."""
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

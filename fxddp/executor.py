@@ -3,8 +3,8 @@
 Note [who writes .grad]: the compiled backward returns None for the gradients it owns and the end of the backward writes
 `.grad` (`backward.py`). So waits move behind everything the backward still has to do, eager parts and other graphs
 included, and an accumulation that autograd does on such a parameter can only be somebody else's contribution. What was
-in `.grad` before is folded into the bucket before it is launched: the average is that of accumulated plus new gradients,
-as under DistributedDataParallel, with the collectives of one normal step.
+in `.grad` before is folded into the bucket before it is launched: the average is that of accumulated plus new
+gradients, as under DistributedDataParallel, with the collectives of one normal step.
 
 A gradient goes back through autograd instead
   * local and unscaled: if the parameter has tensor hooks (they see the local gradient), is not a leaf or not an
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from . import _compat
-from .passes.allreduce import scale_dtype
 from .passes.plan import Bucket
 from .passes.split import Program
 
@@ -189,9 +188,13 @@ def _exceptions(program: Program, call: "Call", by_bucket: Sequence[Sequence[Ten
     for bucket, members in zip(program.plan.buckets, by_bucket, strict=True):
         for i, (grad, parameter) in enumerate(zip(bucket.grads, members, strict=True)):
             where = (bucket.index, i)
-            if grad.tangents and grad.tangents <= call.undefined or not parameter.requires_grad:
+            if (grad.tangents and grad.tangents <= call.undefined) or not parameter.requires_grad:
                 found.dropped.add(where)
-            elif not isinstance(parameter, nn.Parameter) or not parameter.is_leaf or _compat.hooks_before_accumulation(parameter):
+            elif (
+                not isinstance(parameter, nn.Parameter)
+                or not parameter.is_leaf
+                or _compat.hooks_before_accumulation(parameter)
+            ):
                 found.local.add(where)
             elif _hook_count(_compat.hooks_after_accumulation(parameter)) > 1:
                 found.reduced.add(where)

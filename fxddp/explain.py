@@ -32,8 +32,8 @@ class GraphExplanation:
     Attributes:
         plan: the buckets.
         names: qualified names of the graph's parameters and buffers, by position among its inputs.
-        unused: parameters that require grad and are inputs of the graph, but get no gradient from it that can be packed.
-        nodes: names of the backward's nodes, in order (empty unless graphs are kept).
+        unused: parameters that require grad and are inputs of the graph, but get no gradient from it that can be
+        packed. nodes: names of the backward's nodes, in order (empty unless graphs are kept).
         dynamo, forward: graphs (None unless kept).
         passes: the backward's readable code after each pass, the first entry being the graph as AOTAutograd made it.
         pieces: the graphs between the launches.
@@ -92,12 +92,15 @@ class Explanation:
         lines = [
             f"fxddp{ranks}: {len(self.graphs)} graph{'s' * (len(self.graphs) != 1)} with a backward, "
             f"{sum(len(g.plan.buckets) for g in self.graphs)} buckets, {_size(self.nbytes)} of gradients",
-            f"buckets of {_size(settings.cap)} (the first of {_size(min(settings.first_cap, settings.cap))}), inner={inner}, "
+            f"buckets of {_size(settings.cap)} (the first of {_size(min(settings.first_cap, settings.cap))}), "
+            f"inner={inner}, "
             f"{'split' if settings.split else 'unsplit'}",
         ]
         if self.world_size:
             sent = 2 * (self.world_size - 1) * self.nbytes // self.world_size
-            lines.append(f"each rank sends at least {_size(sent)} a step (2(N-1)/N of the gradients, by a ring all-reduce)")
+            lines.append(
+                f"each rank sends at least {_size(sent)} a step (2(N-1)/N of the gradients, by a ring all-reduce)"
+            )
         for index, graph in enumerate(self.graphs):
             lines += ["", f"graph {index}"]
             lines += _table(graph)
@@ -111,14 +114,16 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(model_or_backend: Any, *inputs: Any, world_size: int | None = None, **backend_arguments: Any) -> Explanation:
+def explain(
+    model_or_backend: Any, *inputs: Any, world_size: int | None = None, **backend_arguments: Any
+) -> Explanation:
     """Shows how a model's gradients are packed and sent, and what no graph covers.
 
     Two uses:
         explain(compiled_model) or explain(backend): what was compiled so far.
-        explain(model, *inputs, world_size=64, bucket_mb=25): compiles the model's forward once on `inputs` and plans its
-            backward. Nothing is communicated, no gradient is computed, and buffers and random state are put back; it works
-            without a process group.
+        explain(model, *inputs, world_size=64, bucket_mb=25): compiles the model's forward once on `inputs` and plans
+            its backward. Nothing is communicated, no gradient is computed, and buffers and random state are put back;
+            it works without a process group.
 
     Args:
         model_or_backend: a module, a function, something compiled with fxddp, or a `Backend`.
@@ -127,15 +132,17 @@ def explain(model_or_backend: Any, *inputs: Any, world_size: int | None = None, 
         backend_arguments: arguments of `fxddp.backend`; by default those of the model's backend.
 
     Returns:
-        An object whose `str()` is a report and whose attributes hold plans and graphs. Graphs are there with `inputs`, or
-        if the backend was made with `keep_graphs=True`.
+        An object whose `str()` is a report and whose attributes hold plans and graphs. Graphs are there with `inputs`,
+        or if the backend was made with `keep_graphs=True`.
 
     Raises:
         ValueError: no inputs were given and the model is not compiled with fxddp.
     """
     if isinstance(model_or_backend, Backend):
         if inputs or backend_arguments:
-            raise ValueError("explain(backend) shows what it compiled; to plan for other arguments, pass the model and its inputs")
+            raise ValueError(
+                "explain(backend) shows what it compiled; to plan for other arguments, pass the model and its inputs"
+            )
         return _report(model_or_backend, world_size)
     if not inputs:
         if backend_arguments:
@@ -182,8 +189,7 @@ def _run_forward(model: Any, inputs: tuple[Any, ...], backend: Backend) -> set[i
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(before[name])
-    flat, _ = torch.utils._pytree.tree_flatten(results)
-    return set(map(id, _compat.upstream_leaves(flat)))
+    return set(map(id, _compat.upstream_leaves(_compat.flatten(results))))
 
 
 def _report(backend: Backend, world_size: int | None, used: set[int] | None = None) -> Explanation:
@@ -191,7 +197,9 @@ def _report(backend: Backend, world_size: int | None, used: set[int] | None = No
         group = backend.lookup()
         world_size = group.size if group is not None else None
     graphs = tuple(_graph(site) for site in backend.sites if site.compilation.backward is not None)
-    covered = {name for graph in graphs for bucket in graph.plan.buckets for name in (row.name for row in graph.rows(bucket))}
+    covered = {
+        name for graph in graphs for bucket in graph.plan.buckets for name in (row.name for row in graph.rows(bucket))
+    }
     in_graphs = {name for graph in graphs for name in graph.unused}
     frozen, uncovered = [], {}
     for name, tensor in backend.known_tensors():

@@ -18,8 +18,8 @@ class Group:
         self.size = process_group.size()
         self.rank = process_group.rank()
         self.scale = 1.0 / self.size
-        self._sum = dist.AllreduceOptions()  # type: ignore[attr-defined]
-        self._sum.reduceOp = dist.ReduceOp.SUM
+        self._sum = dist.AllreduceOptions()
+        self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
 
     @property
     def name(self) -> str:
@@ -72,7 +72,8 @@ class GroupLookup:
                 return None
         elif not _compat.group_exists(wanted):
             raise RuntimeError(
-                "the process_group given to fxddp.backend was destroyed; make a new backend with the new group and compile again"
+                "the process_group given to fxddp.backend was destroyed; make a new backend with the new group and "
+                "compile again"
             )
         if self._last is None or self._last.process_group is not wanted:
             self._last = Group(wanted)
@@ -83,7 +84,9 @@ def _refuse_forgotten_group() -> None:
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes.isdecimal() and int(processes) > 1:
         raise RuntimeError(
-            f"the launcher started {processes} processes (WORLD_SIZE={processes}), but there is no process group: gradients would "
-            "stay local. Call torch.distributed.init_process_group before the first training step, or unset WORLD_SIZE to train "
+            f"the launcher started {processes} processes (WORLD_SIZE={processes}), but there is no process group: "
+            f"gradients would "
+            "stay local. Call torch.distributed.init_process_group before the first training step, or unset "
+            "WORLD_SIZE to train "
             "alone"
         )

@@ -1,7 +1,7 @@
 """The state that ranks share: rank 0's parameters and buffers, checked and sent before a graph first uses them.
 
-Note [first contact]: ranks compile at different times or not at all, so nothing is sent while compiling. The callable that
-Dynamo calls knows its parameters; when grad is enabled and it sees some for the first time, every rank is there.
+Note [first contact]: ranks compile at different times or not at all, so nothing is sent while compiling. The callable
+that Dynamo calls knows its parameters; when grad is enabled and it sees some for the first time, every rank is there.
 """
 
 import weakref
@@ -36,7 +36,9 @@ class Replica:
         """Checks that all ranks hold tensors of the same kinds, and makes their values rank 0's. A collective.
 
         Args:
-            tensors: (name, tensor) of parameters and buffers, in the same order on all ranks; those met before are left out.
+            tensors: (name, tensor) of parameters and buffers, in the same order on all ranks; those met before are left
+                out.
+            group: the ranks.
             send: overwrite with rank 0's values; otherwise only names, shapes and dtypes are checked.
             used: ids of tensors that this step has already computed with: they must be equal, it is too late to send.
 
@@ -55,8 +57,10 @@ class Replica:
             for rank, names in enumerate(group.gather_objects(late)):
                 if names:
                     raise RanksDisagree(
-                        f"{names[0]} on rank {rank} differs from rank 0's, but this step has already computed with it before the "
-                        "first compiled graph ran. Start from equal weights on all ranks (the same seed, or a broadcast), or "
+                        f"{names[0]} on rank {rank} differs from rank 0's, but this step has already computed with it "
+                        f"before the "
+                        "first compiled graph ran. Start from equal weights on all ranks (the same seed, or a "
+                        "broadcast), or "
                         "compile the whole module, so that fxddp can send rank 0's weights in time"
                     )
         for identity, (_, tensor) in fresh.items():
@@ -93,7 +97,13 @@ def broadcast_values(tensors: Sequence[Tensor], group: "Group") -> list[Tensor]:
     first = tensors[0]
     flat = torch.cat([t.detach().reshape(-1) for t in tensors])
     if flat.numel():
-        wire = torch.view_as_real(flat) if flat.is_complex() else flat.view(torch.uint8) if first.dtype == torch.bool else flat
+        wire = (
+            torch.view_as_real(flat)
+            if flat.is_complex()
+            else flat.view(torch.uint8)
+            if first.dtype == torch.bool
+            else flat
+        )
         group.broadcast(wire)
     return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
 
@@ -102,7 +112,9 @@ def _packs(tensors: list[tuple[str, Tensor]]) -> Iterable[list[tuple[str, Tensor
     pack: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
-        if pack and ((pack[0][1].dtype, pack[0][1].device) != (tensor.dtype, tensor.device) or size + tensor.nbytes > PACK_BYTES):
+        if pack and (
+            (pack[0][1].dtype, pack[0][1].device) != (tensor.dtype, tensor.device) or size + tensor.nbytes > PACK_BYTES
+        ):
             yield pack
             pack, size = [], 0
         pack.append((name, tensor))
@@ -124,7 +136,8 @@ def _compare(
         longer, where = (theirs, rank) if len(theirs) > len(first) else (first, 0)
         extra = longer[min(len(theirs), len(first))]
         raise RanksDisagree(
-            f"the model differs between ranks: rank {rank} has {len(theirs)} parameters and buffers, rank 0 has {len(first)}; "
+            f"the model differs between ranks: rank {rank} has {len(theirs)} parameters and buffers, rank 0 has "
+            f"{len(first)}; "
             f"only rank {where} has {_kind(extra)}. Build the same model on every rank"
         )
 

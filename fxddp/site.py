@@ -1,4 +1,4 @@
-"""One compiled Dynamo graph, as Dynamo calls it: recognises its parameters, meets the other ranks, and marks its backward."""
+"""One compiled Dynamo graph, as Dynamo calls it: knows its parameters, meets the other ranks, marks its backward."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -97,10 +97,13 @@ def inspect(
     """What a Dynamo graph's inputs are.
 
     Args:
+        gm: the graph.
+        inputs: its (fake) example inputs.
         names: qualified names by id of the real tensors, as far as modules are known.
 
     Returns:
-        Names of parameters and buffers by position; (fake) parameters that require grad by position; positions of buffers.
+        Names of parameters and buffers by position; (fake) parameters that require grad by position; positions of
+        buffers.
     """
     named: dict[int, str] = {}
     trained: dict[int, Tensor] = {}

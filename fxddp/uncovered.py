@@ -59,13 +59,15 @@ class Watch:
             return
         refuse_subclass(parameter, name)
 
-        def forget(_: object, names: dict[int, str] = self._names, refs: dict[int, object] = self._refs) -> None:  # type: ignore[assignment]
+        names, refs = self._names, self._refs
+
+        def forget(_: object) -> None:
             names.pop(identity, None)
             refs.pop(identity, None)
             _owners.pop(identity, None)
 
-        self._names[identity] = name
-        self._refs[identity] = weakref.ref(parameter, forget)
+        names[identity] = name
+        refs[identity] = weakref.ref(parameter, forget)
         if identity in _owners:  # one backend at a time answers for a parameter: the one that met it last
             _owners[identity][1].remove()
         frozen = not parameter.requires_grad
@@ -90,8 +92,8 @@ class Watch:
     def strangers(self) -> list[Tensor]:
         """Watches every parameter of the running backward that nobody watches yet, and returns those.
 
-        Autograd can be asked about a parameter but does not list them, so every parameter alive in the process is asked.
-        Only done when a set of parameters is seen for the first time.
+        Autograd can be asked about a parameter but does not list them, so every parameter alive in the process is
+        asked. Only done when a set of parameters is seen for the first time.
         """
         found: list[Tensor] = []
         for leaf in [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Parameter)]:
@@ -112,7 +114,7 @@ class Watch:
         return [parameter for reference in pending.values() if (parameter := reference()) is not None]
 
     def reduce(self, parameters: Sequence[Tensor], group: "Group", record: "BackwardRecord") -> None:
-        """Averages the `.grad` of these parameters in place, packed by dtype and device, at most a bucket's size each."""
+        """Averages the `.grad` of these parameters in place, packed by dtype and device into at most a bucket's size."""
         backend = self._backend()
         assert backend is not None
         rank_order = {identity: i for i, identity in enumerate(self._names)}
@@ -132,7 +134,9 @@ class Watch:
             if flat.numel():
                 group.all_reduce(flat).wait()
                 record.uncovered_launches += 1
-            views = [part.view(grad.shape) for part, grad in zip(flat.split([g.numel() for g in grads]), grads, strict=True)]
+            views = [
+                part.view(grad.shape) for part, grad in zip(flat.split([g.numel() for g in grads]), grads, strict=True)
+            ]
             torch._foreach_copy_(grads, views)
 
 
@@ -157,8 +161,10 @@ def refuse_subclass(parameter: Tensor, name: str) -> None:
     """Raises for parameters that another library shards or wraps."""
     if type(parameter.data) is not Tensor:
         raise RuntimeError(
-            f"parameter {name or tuple(parameter.shape)} is a {type(parameter).__name__}: fxddp reduces plain parameters, and a "
-            "sharded or wrapped one is managed elsewhere. Leave this module to its own library, or give fxddp the plain module"
+            f"parameter {name or tuple(parameter.shape)} is a {type(parameter).__name__}: fxddp reduces plain "
+            f"parameters, and a "
+            "sharded or wrapped one is managed elsewhere. Leave this module to its own library, or give fxddp the "
+            "plain module"
         )
 
 

@@ -83,11 +83,14 @@ def _reduce_bucket(
 ) -> list[fx.Node]:
     parts = []
     for grad in bucket.grads:
-        part = call(aten.mul.Tensor, outputs[grad.output], scale)
+        part = outputs[grad.output]
+        if not grad.shape:  # two 0-d operands would give the wider dtype, the factor's
+            part = call(aten.reshape.default, part, [-1])
+        part = call(aten.mul.Tensor, part, scale)
         order = storage_order(grad.shape, grad.stride)
         if order != tuple(range(len(order))):
             part = call(aten.permute.default, part, list(order))
-        parts.append(call(aten.reshape.default, part, [-1]) if len(grad.shape) != 1 else part)
+        parts.append(call(aten.reshape.default, part, [-1]) if len(grad.shape) > 1 else part)
     flat = parts[0] if len(parts) == 1 else call(aten.cat.default, parts)
     sent = call(ALL_REDUCE, flat, "sum", group_name)
     sent.meta[BUCKET_META] = bucket.index

@@ -54,7 +54,7 @@ def tangent_positions(graph: fx.Graph, forward_outputs: Sequence[Any]) -> dict[f
 
 
 def _whole(desc: Any) -> Any:
-    """The descriptor of the tensor that a value belongs to: a subclass is several values in a graph, one to autograd."""
+    """The descriptor of the tensor a value belongs to: a subclass is several values in a graph, one to autograd."""
     while type(desc).__name__.startswith("Subclass"):
         desc = desc.base
     return desc

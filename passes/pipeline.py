@@ -15,7 +15,7 @@ from .gradients import find_gradients
 from .layout import lay_out
 from .plan import BucketPlan
 from .schedule import schedule
-from .split import Program, split
+from .split import Program, bind_symbols, split
 from .verify import snapshot, verify, verify_program
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,8 @@ def rewrite_backward(
         gm: backward graph of AOTAutograd, edited in place.
         parameters: (fake) parameters by position among the Dynamo graph's placeholders.
         forward_outputs: descriptors of the forward graph's outputs.
-        cap, first_cap: bucket sizes in bytes.
+        cap: size of a bucket in bytes.
+        first_cap: size of the first bucket in bytes.
         group_name: the process group named in the collectives of the whole graph.
         inputs: the (fake) values that the graph will be called with, if they may differ from the traced ones.
         keep: keep the readable code after each pass.
@@ -86,6 +87,7 @@ def rewrite_backward(
     rewrites: list[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]] = [
         ("insert_allreduce", lambda g: insert_allreduce(g, plan=plan, group_name=group_name)),
         ("schedule", schedule),
+        ("bind_symbols", bind_symbols),
     ]
     for name, rewrite in rewrites:
         start = time.perf_counter()

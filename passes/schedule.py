@@ -11,6 +11,7 @@ nor a reader of what it writes. AOTAutograd's graphs have few of them; each beco
 depends on the earlier users of what it writes and is depended on by the later ones.
 """
 
+import operator
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def schedule(gm: fx.GraphModule) -> fx.GraphModule:
     order |= dict.fromkeys(early) | dict.fromkeys(graph.nodes)
     if list(order) == list(graph.nodes):
         return gm
-    _reorder(graph, list(order))
+    _reorder(list(order))
     graph.lint()
     gm.recompile()
     return gm
@@ -69,7 +70,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     for position, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            written += [value] if isinstance(value, fx.Node) else []
+            fx.node.map_arg(value, written.append)
     return written
 
 
@@ -87,12 +88,34 @@ def _dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         last_impure = node
         writers += [(node, value) for value in _written(node)]
     for writer, value in writers:
-        for user in value.users:
-            if user is not writer and place[user] < place[writer]:
+        for user in _readers(value):
+            if place[user] < place[writer]:
                 needs[writer].append(user)
-            elif place[user] > place[writer]:
+            elif user is not writer:
                 needs[user].append(writer)
     return needs
+
+
+def _readers(value: fx.Node) -> set[fx.Node]:
+    """The nodes that use a tensor, itself or through views of it or of what it is a view of."""
+    while (base := _viewed(value)) is not None:
+        value = base
+    readers: set[fx.Node] = set()
+    stack = [value]
+    while stack:
+        for user in stack.pop().users:
+            if user not in readers:
+                readers.add(user)
+                stack += [user] if _viewed(user) is not None else []
+    return readers
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """What a node's result may share memory with: its first argument, if it is a view or an element, or written to."""
+    target: Any = node.target
+    schema = getattr(target, "_schema", None)
+    alias = target is operator.getitem or (schema is not None and any(r.alias_info is not None for r in schema.returns))
+    return node.args[0] if alias and node.args and isinstance(node.args[0], fx.Node) else None
 
 
 def _missing(goal: fx.Node, needs: dict[fx.Node, list[fx.Node]], done: dict[fx.Node, None]) -> set[fx.Node]:
@@ -107,7 +130,7 @@ def _missing(goal: fx.Node, needs: dict[fx.Node, list[fx.Node]], done: dict[fx.N
     return missing
 
 
-def _reorder(graph: fx.Graph, order: list[fx.Node]) -> None:
+def _reorder(order: list[fx.Node]) -> None:
     last = order[0]
     for node in order[1:]:
         if last.next is not node:

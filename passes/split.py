@@ -10,7 +10,6 @@ its inputs and outputs. Values cross pieces through numbered slots; slots 0 … 
 """
 
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,9 @@ from torch import fx
 from .allreduce import ALL_REDUCE, BUCKET_META, GRADIENT_META, SCALE_META, WAIT
 from .gradients import graph_outputs
 from .plan import BucketPlan
+
+
+SIZE = torch.ops.aten.sym_size.int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,9 @@ def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.Gr
     graph = gm.graph
     placeholders = graph.find_nodes(op="placeholder")
     pieces = _assign(graph)
-    symbols = _symbol_inputs(placeholders)
     where = {node: k for k, nodes in enumerate(pieces) for node in nodes if node.op != "get_attr"}
-    results = [value for value in graph_outputs(graph)]
+    symbols = _symbols(graph)
+    results = list(graph_outputs(graph))
     kept = {value for value in results if isinstance(value, fx.Node) and GRADIENT_META not in value.meta}
     last_use: dict[fx.Node, int] = {node: len(pieces) for node in kept}
     wanted = [_piece_inputs(nodes, k, where, symbols) for k, nodes in enumerate(pieces)]
@@ -90,12 +92,13 @@ def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.Gr
         send = next((node for node in nodes if node.target is ALL_REDUCE), None)
         flat = send.args[0] if send is not None else None
         body = [node for node in nodes if node is not send]
-        outputs = [node for node in body if last_use.get(node, k) > k and node.op != "get_attr"]
+        outputs = [node for node in body if last_use.get(node, k) > k]
         if isinstance(flat, fx.Node) and flat not in outputs:
             outputs.append(flat)
         for node in outputs:
             slot.setdefault(node, len(slot))
-        dead = [node for node in {*inputs, *outputs} if last_use.get(node, k) <= k and node is not flat]
+        unread = [node for node in placeholders if node not in last_use] if k == 0 else []
+        dead = [node for node in {*inputs, *outputs, *unread} if last_use.get(node, k) <= k and node is not flat]
         steps.append(
             Step(
                 inputs=tuple(slot[node] for node in inputs),
@@ -122,7 +125,8 @@ def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.Gr
 def _assign(graph: fx.Graph) -> list[list[fx.Node]]:
     """The nodes of each piece; a new one begins after each all-reduce. Waits and views belong to none.
 
-    A node that picks one of several results stays with the call that gives them: only single values cross pieces.
+    A node that picks one of several results stays with the call that gives them: only single values cross pieces. So
+    does a node that asks a tensor for its size: later pieces find the size known.
     """
     pieces: list[list[fx.Node]] = [[]]
     piece_of: dict[Any, int] = {}
@@ -134,7 +138,9 @@ def _assign(graph: fx.Graph) -> list[list[fx.Node]]:
             late.add(node)
             continue
         last = len(pieces) - 1
-        piece_of[node] = piece_of.get(node.args[0], last) if node.target is operator.getitem else last
+        piece_of[node] = last
+        if node.target in (operator.getitem, SIZE):
+            piece_of[node] = piece_of.get(node.args[0], 0)
         pieces[piece_of[node]].append(node)
         if node.target is ALL_REDUCE:
             pieces.append([])
@@ -143,14 +149,39 @@ def _assign(graph: fx.Graph) -> list[list[fx.Node]]:
     return pieces
 
 
-def _symbol_inputs(placeholders: Iterable[fx.Node]) -> dict[str, fx.Node]:
-    """By name, the symbols of dynamic shapes that the backward receives as integers."""
-    found = {}
-    for node in placeholders:
+def bind_symbols(gm: fx.GraphModule) -> fx.GraphModule:
+    """Adds a node for each symbol of dynamic shapes that only a tensor's size tells; edits `gm` in place.
+
+    A piece may read nothing but tensors whose sizes are expressions of a symbol; the inner compiler must be given the
+    symbol itself then. AOTAutograd passes symbols as integers, but not those that the backward itself brings up.
+    """
+    graph = gm.graph
+    known = set(_symbols(graph))
+    body = next((node for node in graph.nodes if node.op != "placeholder"), graph.output_node())
+    for node in list(graph.nodes):
         value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
-            found[str(value.node.expr)] = node
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if _symbol(size) in {None, *known}:
+                continue
+            known.add(_symbol(size))
+            with graph.inserting_before(body if node.op == "placeholder" else node.next):
+                graph.call_function(SIZE, (node, dim)).meta["val"] = size
+    return gm
+
+
+def _symbols(graph: fx.Graph) -> dict[str, fx.Node]:
+    """By name, the symbols of dynamic shapes that some node gives as an integer."""
+    found: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        name = _symbol(node.meta.get("val"))
+        if name is not None:
+            found.setdefault(name, node)
     return found
+
+
+def _symbol(value: object) -> str | None:
+    """The name of the symbol that a size is, if it is one and not an expression."""
+    return str(value.node.expr) if isinstance(value, torch.SymInt) and value.node.expr.is_symbol else None
 
 
 def _free_symbols(value: object) -> set[str]:
@@ -180,7 +211,7 @@ def _piece_inputs(
             inputs[parent] = None
             sizes |= _free_symbols(parent.meta.get("val"))
     first = [symbols[name] for name in sorted(sizes) if name in symbols]
-    return list(dict.fromkeys([*first, *inputs]))
+    return list(dict.fromkeys([*(node for node in first if where.get(node, -1) < k), *inputs]))
 
 
 def _build(gm: fx.GraphModule, body: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
@@ -189,7 +220,8 @@ def _build(gm: fx.GraphModule, body: list[fx.Node], inputs: list[fx.Node], outpu
     for node in inputs:
         copy[node] = graph.placeholder(node.name)
         copy[node].meta = dict(node.meta)
-    needed = list(dict.fromkeys(parent for node in body for parent in node.all_input_nodes if parent.op == "get_attr"))
+    read = [*(parent for node in body for parent in node.all_input_nodes), *outputs]
+    needed = list(dict.fromkeys(node for node in read if node.op == "get_attr"))
     for node in [*needed, *(node for node in body if node.op != "get_attr")]:
         copy[node] = graph.node_copy(node, copy.__getitem__)
     graph.output(tuple(copy[node] for node in outputs))

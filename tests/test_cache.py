@@ -77,7 +77,18 @@ def _sequence(rank: int, world: int, folder: str, kinds: list[str]) -> list[dict
 
 
 def test_plain_and_fxddp_never_share_an_artifact(pool: Pool, tmp_path: Path) -> None:
-    kinds = ["plain", "bucket=25", "plain", "bucket=25", "bucket=0.0001", "bucket=25", "version", "unsplit", "unsplit", "group"]
+    kinds = [
+        "plain",
+        "bucket=25",
+        "plain",
+        "bucket=25",
+        "bucket=0.0001",
+        "bucket=25",
+        "version",
+        "unsplit",
+        "unsplit",
+        "group",
+    ]
     for steps in pool.run(_sequence, str(tmp_path), kinds, timeout=300):
         for kind, step in zip(kinds, steps, strict=True):
             assert step["local" if kind == "plain" else "averaged"], f"{kind}: {step}"

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
 from tests.live.pool import Pool, RankError, WorkerError
 
 
@@ -174,7 +176,6 @@ def _is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     try:  # an orphan may stay behind as a zombie where nothing reaps it
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False

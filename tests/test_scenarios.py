@@ -2,7 +2,7 @@
 
     pytest tests/test_scenarios.py -k "tied_weights and aot_eager-split"
 
-"ddp" shows that the yardstick is right; "local" and "unequal" are broken on purpose, and show that each scenario notices.
+"ddp" shows that the yardstick is right; "local" and "unequal" are broken on purpose: each scenario must notice.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 START_TIMEOUT = 120.0  # seconds for a worker to import torch and join its group
-GROUP_TIMEOUT = 60.0  # seconds after which a collective that a rank never joined becomes an error; compiling takes a while
+GROUP_TIMEOUT = 60.0  # seconds until a collective that a rank never joined becomes an error; compiling takes a while
 GRACE = 15.0  # seconds the other ranks get to finish once one has raised
 HEALTH_TIMEOUT = 5.0  # seconds for an all-reduce after a job
 HEALTH_CHECK = "health check"
@@ -79,7 +79,7 @@ class Pool:
         self.world = world
         self.group_timeout = group_timeout
         self._folder = tempfile.TemporaryDirectory(prefix="fxddp-pool-")
-        # Compiled pieces are shared by ranks and jobs, as they are on a user's machine. A folder the user has chosen is kept.
+        # Compiled pieces are shared by ranks and jobs, as on a user's machine. A folder the user has chosen is kept.
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_dir or self._path("inductor"))
         self._env = {
             "OMP_NUM_THREADS": "1",
@@ -90,7 +90,7 @@ class Pool:
         self._workers: list[_Worker] = []
         self._store: dist.TCPStore | None = None
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -273,7 +273,7 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return name
 
 
-# ---- the worker's side ------------------------------------------------------------------------------------------------
+# ---- the worker's side --------------------------------------------------------------------------------------------
 
 
 def _serve(connection: Connection, settings: _Settings) -> None:
@@ -316,7 +316,7 @@ def _serve(connection: Connection, settings: _Settings) -> None:
 def _reply(answer: Callable[[], bytes]) -> bytes:
     try:
         return pickle.dumps((True, answer()))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 (whatever a job raises is for the parent to judge)
         return pickle.dumps((False, (type(error).__name__, str(error), traceback.format_exc())))
 
 

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.live.yardstick import Adapter, Context, Fxddp, Manual, Run, Stock, compare, differences_between_ranks, train
 
 Step = Callable[[Context, int], None]
-Launches = Callable[[list[int]], set[int]]  # non-empty buckets of each plan -> launches a synchronised backward may show
+# From the non-empty buckets of each plan, the launches that a synchronised backward may show.
+Launches = Callable[[list[int]], set[int]]
 
 
 def all_plans(buckets: list[int]) -> set[int]:
@@ -84,7 +85,7 @@ def scenario(model: Callable[[int], nn.Module], **options: Any) -> Callable[[Ste
     return lambda step: add(step.__name__, model, step, **options)
 
 
-# ---- models -----------------------------------------------------------------------------------------------------------
+# ---- models -------------------------------------------------------------------------------------------------------
 
 
 class Layers(nn.Module):
@@ -149,7 +150,7 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
-# ---- steps ------------------------------------------------------------------------------------------------------------
+# ---- steps --------------------------------------------------------------------------------------------------------
 
 
 def mean_square(x: Tensor) -> Tensor:
@@ -175,10 +176,15 @@ def accumulate(ctx: Context, i: int, micro_batches: int = 3) -> None:
     ctx.backward(mean_square(ctx.model(ctx.normal(i, 8, 16))))
 
 
-# ---- kinds of models --------------------------------------------------------------------------------------------------
+# ---- kinds of models ----------------------------------------------------------------------------------------------
 
 add("mlp", mlp, usual, graphs_do_the_work=True)
-add("sequential", lambda rank: nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 48)), usual, graphs_do_the_work=True)
+add(
+    "sequential",
+    lambda rank: nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 48)),
+    usual,
+    graphs_do_the_work=True,
+)
 add("transformer", lambda rank: Transformer(), language, graphs_do_the_work=True)
 add(
     "tied_weights",
@@ -230,12 +236,13 @@ class Casting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(16, 48), nn.Linear(48, 48), nn.Linear(48, 24), nn.Linear(24, 16)])
-        for layer, dtype in zip(self.layers, (torch.float32, torch.bfloat16, torch.float64, torch.float32), strict=True):
+        dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
+        for layer, dtype in zip(self.layers, dtypes, strict=True):
             layer.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x.to(layer.weight.dtype)).relu()
+            x = layer(x.to(next(layer.parameters()).dtype)).relu()
         return x
 
 
@@ -296,12 +303,12 @@ class Small(nn.Module):
 add("empty_and_scalar_parameters", lambda rank: Small(), usual, graphs_do_the_work=True)
 
 
-@scenario(
-    lambda rank: Layers(
-        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 24, 1), nn.ReLU(), nn.Conv2d(24, 8, 3)
-    ).to(memory_format=torch.channels_last),
-    graphs_do_the_work=True,
-)
+def channels_last_convolutions(_: int) -> nn.Module:
+    model = Layers(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 24, 1), nn.ReLU(), nn.Conv2d(24, 8, 3))
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+@scenario(channels_last_convolutions, graphs_do_the_work=True)
 def channels_last(ctx: Context, i: int) -> None:
     ctx.step(mean_square(ctx.model(ctx.normal(i, 4, 3, 8, 8).to(memory_format=torch.channels_last))))
 
@@ -322,7 +329,7 @@ class Transposed(nn.Module):
 add("transposed_parameters", lambda rank: Transposed(), usual, graphs_do_the_work=True)
 
 
-# ---- which parameters get a gradient ----------------------------------------------------------------------------------
+# ---- which parameters get a gradient ------------------------------------------------------------------------------
 
 
 def with_frozen_layer(_: int) -> nn.Module:
@@ -441,7 +448,7 @@ class NoGradientFor(torch.autograd.Function):
         return x * weight + other.mean()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         return gradient * weight, (gradient * x).sum(0), None
 
@@ -467,7 +474,7 @@ add(
 )
 
 
-# ---- what is compiled, and what is not --------------------------------------------------------------------------------
+# ---- what is compiled, and what is not ----------------------------------------------------------------------------
 
 
 class Broken(nn.Module):
@@ -621,7 +628,7 @@ add(
 )
 
 
-# ---- shapes and modes that change -------------------------------------------------------------------------------------
+# ---- shapes and modes that change ---------------------------------------------------------------------------------
 
 # By rank: the first change of a size compiles a variant with symbolic sizes, on each rank at another step.
 BATCHES = ((8, 8, 12, 5), (8, 6, 9, 2))
@@ -695,7 +702,7 @@ def autocast(ctx: Context, i: int) -> None:
     ctx.step(F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()))
 
 
-# ---- several forwards, backwards and models ---------------------------------------------------------------------------
+# ---- several forwards, backwards and models -----------------------------------------------------------------------
 
 
 @scenario(mlp, graphs_do_the_work=True, launches=all_plans_twice, bitwise=False)
@@ -782,7 +789,7 @@ def input_gradients_stay_local(ctx: Context, i: int) -> None:
     ctx.watch("gradient of the input", x.grad)
 
 
-# ---- accumulation -----------------------------------------------------------------------------------------------------
+# ---- accumulation -------------------------------------------------------------------------------------------------
 
 
 @scenario(mlp, graphs_do_the_work=True)
@@ -843,7 +850,7 @@ def gradients_clipped(ctx: Context, i: int) -> None:
     ctx.opt.step()
 
 
-# ---- hooks, and use outside the graphs --------------------------------------------------------------------------------
+# ---- hooks, and use outside the graphs ----------------------------------------------------------------------------
 
 
 def step_in_backward(ctx: Context) -> Any:
@@ -914,7 +921,7 @@ def regulariser_outside_the_graph(ctx: Context, i: int) -> None:
     ctx.step(loss + 0.1 * sum((weight * ctx.normal(i, 1)).square().mean() for weight in weights))
 
 
-# ---- running one ------------------------------------------------------------------------------------------------------
+# ---- running one --------------------------------------------------------------------------------------------------
 
 INNERS = ("aot_eager", "inductor")
 FXDDP_KINDS = tuple(f"{inner}-{how}" for inner in INNERS for how in ("split", "unsplit"))

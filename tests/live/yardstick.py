@@ -36,7 +36,7 @@ class Run:
     problems: list[str] = field(default_factory=list)  # wrong whatever the yardstick says: the strides of a gradient
 
 
-# ---- adapters ---------------------------------------------------------------------------------------------------------
+# ---- adapters -----------------------------------------------------------------------------------------------------
 
 
 class Manual:
@@ -117,8 +117,8 @@ class Fxddp:
     def __init__(
         self, *, bucket_mb: float, inner: str = "aot_eager", split: bool = True, options: dict[str, Any] | None = None
     ) -> None:
-        self.options = {"bucket_mb": bucket_mb, "first_bucket_mb": bucket_mb, "inner": inner, "split": split}
-        self.options |= options or {}
+        self.options: dict[str, Any] = {"bucket_mb": bucket_mb, "first_bucket_mb": bucket_mb}
+        self.options |= {"inner": inner, "split": split} | (options or {})
         self.backends: list[Any] = []
         self.new_backend()
 
@@ -185,7 +185,7 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
-# ---- running a program ------------------------------------------------------------------------------------------------
+# ---- running a program --------------------------------------------------------------------------------------------
 
 
 class Context:
@@ -302,7 +302,7 @@ def _strides(tensor: Tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and tensor.numel()]
 
 
-# ---- comparing two runs -----------------------------------------------------------------------------------------------
+# ---- comparing two runs -------------------------------------------------------------------------------------------
 
 
 def compare(reference: Run, got: Run, *, bitwise: bool, tol: float = 1e-4) -> list[str]:
