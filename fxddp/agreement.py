@@ -11,7 +11,7 @@ import hashlib
 import json
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from .passes.plan import BucketPlan
 
 if TYPE_CHECKING:
     from .backend import Backend
-    from .call import Call
+    from .call import Binding, Call
     from .group import Group
 
 Layout = tuple[tuple[int, ...], ...]
@@ -41,8 +41,9 @@ class Agreement:
         self._channel: Any = None
         self._posted = 0
         self._settled: dict[tuple[int, ...], Layout] = {}
-        self._quick: dict[tuple[int, int, frozenset[tuple[int, int]]], Layout | None] = {}
+        self._quick: weakref.WeakKeyDictionary[Binding, dict[Any, Layout | None]] = weakref.WeakKeyDictionary()
         self._seen: dict[int, str] = {}
+        self._alive: dict[int, weakref.ref[Tensor]] = {}
         self._ambiguous = False
 
     def settle(
@@ -61,9 +62,10 @@ class Agreement:
             RanksDisagree: ranks reduce different parameters.
         """
         self._renew(call.group)
-        quick = (id(call.binding), id(plan), frozenset(dropped))
-        if quick in self._quick and not self._ambiguous:
-            return self._quick[quick]
+        quick = self._quick.setdefault(call.binding, {})
+        case = (id(plan), frozenset(dropped))
+        if case in quick and not self._ambiguous:
+            return quick[case]
         own: Layout = tuple(tuple(map(id, members)) for members in by_bucket)
         if not own:
             return None
@@ -89,9 +91,10 @@ class Agreement:
             if key not in self._settled:
                 self._settled[key] = _apply(common, layout, own)
                 self._note(used)
+                self._forget_with(p for members in by_bucket for p in members)
         wire = self._settled[key]
         result = None if wire == own else wire
-        self._quick[quick] = result
+        quick[case] = result
         return result
 
     def settle_uncovered(self, parameters: Sequence[Tensor], group: "Group") -> None:
@@ -106,6 +109,21 @@ class Agreement:
         self._exchange("parameters used outside of the compiled graphs", layout, [], group)
         if key not in self._settled:
             self._settled[key] = ()
+            self._forget_with(parameters)
+
+    def _forget_with(self, parameters: Iterable[Tensor]) -> None:
+        """Forgets what was settled about these parameters when they die: their ids are given to others then."""
+        for parameter in parameters:
+            identity = id(parameter)
+
+            def forget(_: object, identity: int = identity) -> None:
+                self._alive.pop(identity, None)
+                self._seen.pop(identity, None)
+                for key in [key for key in self._settled if identity in key]:
+                    del self._settled[key]
+
+            if identity not in self._alive:
+                self._alive[identity] = weakref.ref(parameter, forget)
 
     def _renew(self, group: "Group") -> None:
         if self._group is not group:

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from . import _compat
-from .executor import Exceptions, bucket_views, run_pieces, scale_tensors
+from .executor import bucket_views
 from .passes.plan import Bucket
 from .stats import BackwardRecord
 
 if TYPE_CHECKING:
-    from .artifact import SplitBackward
     from .backend import Backend
     from .call import Call
     from .group import Group
@@ -35,7 +34,7 @@ _grad = attrgetter("grad")
 DRAIN = timedelta(seconds=30)
 
 
-class _Launched:
+class Launched:
     """A bucket under way: the work, and which of its views go to which parameters."""
 
     __slots__ = ("index", "parameters", "views", "work")
@@ -57,8 +56,8 @@ class Backward:
         self.group: Group | None = None
         self.over = False
         self._calls = 0
-        self._launched: list[_Launched] = []
-        self._deferred: list[tuple[_Launched, Bucket, Tensor]] = []
+        self._launched: list[Launched] = []
+        self._deferred: list[tuple[Launched, Bucket, Tensor]] = []
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}
         self._aside: dict[int, tuple[Tensor, Tensor]] = {}
         self._local: dict[int, Tensor] = {}
@@ -67,87 +66,10 @@ class Backward:
         self._explored = False
         _compat.queue_callback(_AtEnd(self))
 
-    # --- called by the executor, at a compiled node -----------------------------------------------
+    # --- called by a node's run (reduction.py) -----------------------------------------------
 
-    def reduce(
-        self,
-        artifact: "SplitBackward",
-        inputs: list[Any],
-        call: "Call",
-        by_bucket: Sequence[Sequence[Tensor]],
-        exceptions: Exceptions,
-    ) -> list[Any]:
-        """Runs a backward that synchronises, launching each bucket as soon as it is packed."""
-        self._enter(call)
-        group = call.group
-        program = artifact.program
-        backend = self.backend
-        wire = backend.agreement.settle(call, program.plan, by_bucket, exceptions.dropped)
-        handed: dict[tuple[int, int], Tensor] = {}
-        engine: dict[tuple[int, int], _Launched] = {}
-        packed: list[tuple[Bucket, Tensor]] = []
-
-        def on_bucket(bucket: Bucket, flat: Tensor) -> None:
-            members = by_bucket[bucket.index]
-            views: list[Tensor] | None = None
-            if exceptions.local:
-                views = bucket_views(bucket, flat)
-                for i, view in enumerate(views):
-                    if (bucket.index, i) in exceptions.local:
-                        handed[bucket.index, i] = view * group.size
-            self._fold(bucket, flat, members, exceptions, group.scale)
-            if wire is not None:
-                packed.append((bucket, flat))
-                return
-            self._launch(bucket, flat, members, exceptions, engine, group)
-
-        if artifact.whole is not None and self._can_run_whole(artifact, by_bucket, exceptions, wire, group):
-            return self._run_whole(artifact, inputs, by_bucket, group)
-        values = run_pieces(artifact, inputs, group.scale, on_bucket, self.record.piece)
-        if wire is not None:
-            self._launch_repacked(packed, by_bucket, wire, exceptions, engine, group)
-        for (index, i), launched in engine.items():
-            self._wait(launched)
-            view = next(
-                v for v, p in zip(launched.views or (), launched.parameters, strict=True) if p is by_bucket[index][i]
-            )
-            own = handed[index, i] = view.clone()
-            self._returned[id(by_bucket[index][i])] = (by_bucket[index][i], own.data_ptr())
-        for where, ref in enumerate(program.outputs):
-            if isinstance(ref, tuple) and ref in handed:
-                values[where] = handed[ref]
-        return values
-
-    def keep_local(
-        self,
-        artifact: "SplitBackward",
-        inputs: list[Any],
-        call: "Call",
-        by_bucket: Sequence[Sequence[Tensor]],
-        exceptions: Exceptions,
-    ) -> list[Any]:
-        """Runs a backward whose forward stood under `no_sync`: gradients accumulate and stay local."""
-        self._enter(call)
-        handed: dict[tuple[int, int], Tensor] = {}
-        back = exceptions.local | exceptions.reduced
-
-        def on_bucket(bucket: Bucket, flat: Tensor) -> None:
-            views = bucket_views(bucket, flat)
-            for i, (parameter, view) in enumerate(zip(by_bucket[bucket.index], views, strict=True)):
-                if (bucket.index, i) in back:
-                    handed[bucket.index, i] = view.clone()
-                    self._returned[id(parameter)] = (parameter, None)
-                elif (bucket.index, i) not in exceptions.dropped:
-                    self._set_aside(parameter, view)
-
-        values = run_pieces(artifact, inputs, 1.0, on_bucket, self.record.piece)
-        for where, ref in enumerate(artifact.program.outputs):
-            if isinstance(ref, tuple) and ref in handed:
-                values[where] = handed[ref]
-        self.backend.watch.keep_pending(p for members in by_bucket for p in members)
-        return values
-
-    def _enter(self, call: "Call") -> None:
+    def enter(self, call: "Call") -> None:
+        """Notes that a compiled node of this backward starts."""
         self._calls += 1
         self.group = call.group
         self.record.sync = self.record.sync or call.sync
@@ -157,134 +79,51 @@ class Backward:
                 self._explored = True
                 self._strangers += self.backend.watch.strangers()
 
-    # --- folding, launching -----------------------------------------------------------------------
+    def launch(self, flat: Tensor, views: list[Tensor] | None, parameters: Sequence[Tensor]) -> Launched:
+        """Starts reducing a packed bucket; its views become the parameters' gradients at the end."""
+        assert self.group is not None
+        launched = Launched(-1, None, parameters, views)
+        if flat.numel():
+            launched.work = self.group.all_reduce(flat)
+            launched.index = self.record.launch(flat.nbytes)
+        self._launched.append(launched)
+        return launched
 
-    def _fold(
-        self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor], exceptions: Exceptions, scale: float
-    ) -> None:
-        """Adds what the parameters accumulated so far to the packed bucket, and takes it from them."""
-        old = list(map(_grad, members))
-        aside = self._aside
-        if old.count(None) == len(old) and not (aside and any(id(p) in aside for p in members)):
-            return
-        views = bucket_views(bucket, flat)
-        into, added = [], []
-        skipped = exceptions.skipped
-        for i, (parameter, view, grad) in enumerate(zip(members, views, old, strict=True)):
-            if (bucket.index, i) in skipped:
-                continue
-            if id(parameter) in aside:
-                _, kept = aside.pop(id(parameter))
-                into.append(view)
-                added.append(kept)
-                self._taken.setdefault(id(parameter), (parameter, kept))
-            if grad is not None:
-                into.append(view)
-                added.append(grad)
-                parameter.grad = None
-                self._local.pop(id(parameter), None)
-                self._taken.setdefault(id(parameter), (parameter, grad))
-        if into:
-            torch._foreach_add_(into, added, alpha=scale)
+    def launch_later(self, bucket: Bucket, flat: Tensor, parameters: Sequence[Tensor]) -> None:
+        """`launch` for a bucket whose views all go the usual way: they are only made when they are needed."""
+        self._deferred.append((self.launch(flat, None, parameters), bucket, flat))
 
-    def _launch(
-        self,
-        bucket: Bucket,
-        flat: Tensor,
-        members: Sequence[Tensor],
-        exceptions: Exceptions,
-        engine: dict[tuple[int, int], _Launched],
-        group: "Group",
-    ) -> None:
-        work = group.all_reduce(flat) if flat.numel() else None
-        index = self.record.launch(bucket.nbytes) if flat.numel() else -1
-        chosen = set(range(len(members)))
-        special = exceptions.local or exceptions.dropped or exceptions.reduced
-        launched = _Launched(index, work, members, None)
-        if special:
-            views = bucket_views(bucket, flat)
-            for i in range(len(members)):
-                if (bucket.index, i) in exceptions.reduced:
-                    engine[bucket.index, i] = launched
-                if (bucket.index, i) in exceptions.skipped:
-                    chosen.discard(i)
-            launched.parameters = [members[i] for i in sorted(chosen)]
-            launched.views = [views[i] for i in sorted(chosen)]
-            self._launched.append(launched)
-        else:
-            self._launched.append(launched)
-            self._deferred.append((launched, bucket, flat))
+    def launched_inside(self, bucket_bytes: Sequence[int], views: list[Tensor], parameters: Sequence[Tensor]) -> None:
+        """Notes gradients that a graph with collectives inside has reduced already."""
+        for nbytes in filter(None, bucket_bytes):
+            self.record.launch(nbytes)
+        self._launched.append(Launched(-1, None, parameters, views))
 
-    def _launch_repacked(
-        self,
-        packed: Sequence[tuple[Bucket, Tensor]],
-        by_bucket: Sequence[Sequence[Tensor]],
-        wire: Sequence[Sequence[int]],
-        exceptions: Exceptions,
-        engine: dict[tuple[int, int], _Launched],
-        group: "Group",
-    ) -> None:
-        """Copies gradients into the buckets all ranks agreed on and launches those: another compile, same collectives."""
-        found: dict[int, tuple[Tensor, Tensor, tuple[int, int]]] = {}
-        for bucket, flat in packed:
-            for i, (parameter, view) in enumerate(
-                zip(by_bucket[bucket.index], bucket_views(bucket, flat), strict=True)
-            ):
-                found[id(parameter)] = (parameter, view, (bucket.index, i))
-        for members in wire:
-            rows = [found[identity] for identity in members]
-            flat = torch.cat([_flatten(view) for _, view, _ in rows])
-            index = self.record.launch(flat.nbytes) if flat.numel() else -1
-            work = group.all_reduce(flat) if flat.numel() else None
-            views: list[Tensor] = []
-            parameters: list[Tensor] = []
-            offset = 0
-            launched = _Launched(index, work, parameters, views)
-            for parameter, view, where in rows:
-                if where not in exceptions.skipped:
-                    with _compat.below_autograd():
-                        views.append(flat.as_strided(view.shape, view.stride(), offset))
-                    parameters.append(parameter)
-                if where in exceptions.reduced:
-                    engine[where] = launched
-                offset += view.numel()
-            self._launched.append(launched)
+    def returned(self, parameter: Tensor, address: int | None) -> None:
+        """Notes that a parameter's gradient goes back through autograd as it is; `address` of a reduced one."""
+        self._returned[id(parameter)] = (parameter, address)
 
-    def _can_run_whole(
-        self,
-        artifact: "SplitBackward",
-        by_bucket: Sequence[Sequence[Tensor]],
-        exceptions: Exceptions,
-        wire: Any,
-        group: "Group",
-    ) -> bool:
-        clean = wire is None and not (exceptions.skipped or exceptions.reduced) and not self._aside
-        same = artifact.group_name == group.name and artifact.group_size == group.size
-        return clean and same and all(list(map(_grad, members)).count(None) == len(members) for members in by_bucket)
+    def accumulated_before(self, parameters: Sequence[Tensor]) -> list[Tensor | None] | None:
+        """What was accumulated so far; None on the usual path, where it is nothing."""
+        old = list(map(_grad, parameters))
+        if old.count(None) == len(old) and not (self._aside and any(id(p) in self._aside for p in parameters)):
+            return None
+        return old
 
-    def _run_whole(
-        self, artifact: "SplitBackward", inputs: list[Any], by_bucket: Sequence[Sequence[Tensor]], group: "Group"
-    ) -> list[Any]:
-        program = artifact.program
-        self.record.piece()
-        assert artifact.whole is not None
-        arguments = [*inputs, *scale_tensors(program, group.scale)]
-        inputs.clear()
-        values = list(artifact.whole(arguments))
-        members: list[Tensor] = []
-        views: list[Tensor] = []
-        for where, ref in enumerate(program.outputs):
-            if isinstance(ref, tuple):
-                members.append(by_bucket[ref[0]][ref[1]])
-                views.append(values[where])
-                values[where] = None
-        for bucket in program.plan.buckets:
-            if bucket.nbytes:
-                self.record.launch(bucket.nbytes)
-        self._launched.append(_Launched(-1, None, members, views))
-        return values
+    def take(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
+        """Takes what a parameter accumulated so far, to be put back if this backward fails."""
+        identity = id(parameter)
+        kept = self._aside.pop(identity, (parameter, None))[1]
+        if kept is not None and grad is not None:
+            kept.add_(grad)
+        old = grad if kept is None else kept
+        if old is not None:
+            parameter.grad = None
+            self._local.pop(identity, None)
+            self._taken[identity] = (parameter, old)
+        return old
 
-    def _set_aside(self, parameter: Tensor, gradient: Tensor) -> None:
+    def set_aside(self, parameter: Tensor, gradient: Tensor) -> None:
         """Accumulates a local gradient out of sight of the hooks; `.grad` gets it back at the end."""
         identity = id(parameter)
         if identity in self._aside:
@@ -292,8 +131,7 @@ class Backward:
             return
         old = parameter.grad
         if old is not None:
-            old.add_(gradient)
-            gradient = old
+            gradient = old.add_(gradient)
             parameter.grad = None
         self._aside[identity] = (parameter, gradient)
 
@@ -357,7 +195,7 @@ class Backward:
             launched.views = bucket_views(bucket, flat)
         self._deferred.clear()
         for launched in self._launched:
-            self._wait(launched)
+            self.wait(launched)
             self._write(launched)
             launched.views = None
         for parameter, kept in self._aside.values():
@@ -368,13 +206,14 @@ class Backward:
         self._aside.clear()
         backend.log.add(self.record)
 
-    def _wait(self, launched: _Launched) -> None:
+    def wait(self, launched: Launched) -> None:
+        """Waits for a bucket."""
         if launched.work is not None:
             self.record.wait(launched.index)
             launched.work.wait()
             launched.work = None
 
-    def _write(self, launched: _Launched) -> None:
+    def _write(self, launched: Launched) -> None:
         views = launched.views
         assert views is not None
         taken = self._taken
@@ -422,8 +261,3 @@ class _AtEnd:
 
     def __del__(self) -> None:
         self._backward.abort()
-
-
-def _flatten(view: Tensor) -> Tensor:
-    """The elements of a dense tensor in memory order."""
-    return view.as_strided((view.numel(),), (1,))

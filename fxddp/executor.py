@@ -14,7 +14,7 @@ A gradient goes back through autograd instead
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,6 @@ from .passes.split import Program
 
 if TYPE_CHECKING:
     from .artifact import SplitBackward
-    from .backward import Backward
     from .call import Call
 
 _requires_grad = attrgetter("requires_grad")
@@ -71,6 +70,11 @@ class Exceptions:
     dropped: set[tuple[int, int]]
 
     @property
+    def none(self) -> bool:
+        """Whether every gradient takes the usual way."""
+        return not (self.local or self.reduced or self.dropped)
+
+    @property
     def skipped(self) -> set[tuple[int, int]]:
         return self.local | self.dropped
 
@@ -80,30 +84,22 @@ NO_EXCEPTIONS = Exceptions(set(), set(), set())
 
 def execute(artifact: "SplitBackward", inputs: list[Any]) -> list[Any]:
     """Runs a compiled backward for the call announced last; without one, everything comes back local."""
+    from .reduction import LocalRun, Reduction
+
     call = _take()
     program = artifact.program
-    if call is None or (restricted := _compat.restricted_to()) is not None:
+    if call is None or _compat.restricted_to() is not None:
         flats = _Flats(program)
         values = run_pieces(artifact, inputs, 1.0, flats.keep)
         return [flats.view(ref) if isinstance(ref, tuple) else values[i] for i, ref in enumerate(program.outputs)]
-    del restricted
     backward = call.backend.backward()
     try:
-        return _execute(artifact, inputs, call, backward)
+        exceptions = _exceptions(program, call)
+        kind = Reduction if call.sync else LocalRun
+        return kind(backward, artifact, call, exceptions).run(inputs)
     except BaseException:
         backward.abort()
         raise
-
-
-def _execute(artifact: "SplitBackward", inputs: list[Any], call: "Call", backward: "Backward") -> list[Any]:
-    program = artifact.program
-    by_bucket = call.parameters_by_bucket(program.plan)
-    exceptions = _exceptions(program, call, by_bucket)
-    if call.sync:
-        results = backward.reduce(artifact, inputs, call, by_bucket, exceptions)
-    else:
-        results = backward.keep_local(artifact, inputs, call, by_bucket, exceptions)
-    return results
 
 
 def run_pieces(
@@ -172,7 +168,7 @@ class _Flats:
         return view if len(bucket.grads) == 1 else view.clone()
 
 
-def _exceptions(program: Program, call: "Call", by_bucket: Sequence[Sequence[Tensor]]) -> Exceptions:
+def _exceptions(program: Program, call: "Call") -> Exceptions:
     """Sorts out the gradients that cannot take the usual way; on the steady path one look per parameter, in C."""
     parameters = call.parameters
     usual = (
@@ -185,7 +181,7 @@ def _exceptions(program: Program, call: "Call", by_bucket: Sequence[Sequence[Ten
     if usual:
         return NO_EXCEPTIONS
     found = Exceptions(set(), set(), set())
-    for bucket, members in zip(program.plan.buckets, by_bucket, strict=True):
+    for bucket, members in zip(program.plan.buckets, call.parameters_by_bucket(program.plan), strict=True):
         for i, (grad, parameter) in enumerate(zip(bucket.grads, members, strict=True)):
             where = (bucket.index, i)
             if (grad.tangents and grad.tangents <= call.undefined) or not parameter.requires_grad:

@@ -64,7 +64,11 @@ class Replica:
                         "compile the whole module, so that fxddp can send rank 0's weights in time"
                     )
         for identity, (_, tensor) in fresh.items():
-            self._done[identity] = (weakref.ref(tensor), group)
+
+            def forget(_: object, identity: int = identity) -> None:
+                self._done.pop(identity, None)
+
+            self._done[identity] = (weakref.ref(tensor, forget), group)
 
     @torch.no_grad()
     def _send(self, tensors: list[tuple[str, Tensor]], group: "Group", used: set[int]) -> list[str]:

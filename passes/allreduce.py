@@ -35,6 +35,16 @@ BUCKET_META = "fxddp_bucket"
 GRADIENT_META = "fxddp_gradient"
 
 
+def is_send(node: fx.Node) -> bool:
+    """Whether a node is the all-reduce of a bucket; a model may have collectives of its own in its backward."""
+    return node.target is ALL_REDUCE and BUCKET_META in node.meta
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a bucket."""
+    return node.target is WAIT and isinstance(node.args[0], fx.Node) and is_send(node.args[0])
+
+
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
     """dtype of the factor for gradients of `dtype`: wide enough that 1/world size loses nothing to it."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32

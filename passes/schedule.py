@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from .allreduce import ALL_REDUCE, BUCKET_META, WAIT
+from .allreduce import BUCKET_META, is_send, is_wait
 
 
 def schedule(gm: fx.GraphModule) -> fx.GraphModule:
     """Reorders `gm` in place; returns it untouched if it has no all-reduce or is in order already."""
     graph = gm.graph
-    sends = [node for node in graph.nodes if node.target is ALL_REDUCE]
+    sends = [node for node in graph.nodes if is_send(node)]
     if not sends:
         return gm
     sends.sort(key=lambda node: node.meta[BUCKET_META])
@@ -47,14 +47,14 @@ def _after_waits(graph: fx.Graph) -> set[fx.Node]:
     """The waits and everything that needs one."""
     late: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.target is WAIT or any(parent in late for parent in node.all_input_nodes):
+        if is_wait(node) or any(parent in late for parent in node.all_input_nodes):
             late.add(node)
     return late
 
 
 def _is_impure(node: fx.Node) -> bool:
     target: Any = node.target
-    if target in (ALL_REDUCE, WAIT):
+    if is_send(node) or is_wait(node):
         return False
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .allreduce import ALL_REDUCE, BUCKET_META, GRADIENT_META, SCALE_META, WAIT
+from .allreduce import BUCKET_META, GRADIENT_META, SCALE_META, is_send, is_wait
 from .gradients import graph_outputs
 from .plan import BucketPlan
 
@@ -89,7 +89,7 @@ def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.Gr
     slot: dict[fx.Node, int] = {node: i for i, node in enumerate(placeholders)}
     steps, modules = [], []
     for k, (nodes, inputs) in enumerate(zip(pieces, wanted, strict=True)):
-        send = next((node for node in nodes if node.target is ALL_REDUCE), None)
+        send = next((node for node in nodes if is_send(node)), None)
         flat = send.args[0] if send is not None else None
         body = [node for node in nodes if node is not send]
         outputs = [node for node in body if last_use.get(node, k) > k]
@@ -134,7 +134,7 @@ def _assign(graph: fx.Graph) -> list[list[fx.Node]]:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node.target is WAIT or any(parent in late for parent in node.all_input_nodes):
+        if is_wait(node) or any(parent in late for parent in node.all_input_nodes):
             late.add(node)
             continue
         last = len(pieces) - 1
@@ -142,7 +142,7 @@ def _assign(graph: fx.Graph) -> list[list[fx.Node]]:
         if node.target in (operator.getitem, SIZE):
             piece_of[node] = piece_of.get(node.args[0], 0)
         pieces[piece_of[node]].append(node)
-        if node.target is ALL_REDUCE:
+        if is_send(node):
             pieces.append([])
     if len(pieces) > 1 and all(node.op == "get_attr" for node in pieces[-1]):
         pieces.pop()

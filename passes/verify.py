@@ -8,12 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
-from .allreduce import ALL_REDUCE, BUCKET_META, GRADIENT_META, WAIT
+from .allreduce import BUCKET_META, GRADIENT_META, SCALE_META, is_send, is_wait
 from .gradients import graph_outputs
-from .plan import BucketPlan
+from .plan import Bucket, BucketPlan, GradSpec
 from .split import Program
+
+aten = torch.ops.aten
 
 
 def snapshot(gm: fx.GraphModule) -> tuple[Any, ...]:
@@ -24,15 +27,14 @@ def snapshot(gm: fx.GraphModule) -> tuple[Any, ...]:
 def verify(gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any]) -> None:
     """Raises AssertionError unless `gm` reduces what `plan` says, once each, and returns the rest as `before`."""
     graph = gm.graph
-    graph.lint()
     outputs = graph_outputs(graph)
     place = {node: i for i, node in enumerate(graph.nodes)}
     assert len(outputs) == len(before), f"{len(outputs)} outputs, {len(before)} expected"
-    sends = [node for node in graph.nodes if node.target is ALL_REDUCE]
+    sends = [node for node in graph.nodes if is_send(node)]
     indices = [node.meta[BUCKET_META] for node in sends]
     assert sorted(indices) == list(range(len(plan.buckets))), f"all-reduces {indices} for {len(plan.buckets)} buckets"
     for send in sends:
-        waits = [user for user in send.users if user.target is WAIT]
+        waits = [user for user in send.users if is_wait(user)]
         assert len(waits) == 1 and len(send.users) == 1, f"{send} has {len(waits)} waits and {len(send.users)} users"
         assert waits[0].users, f"{send} is dead: nothing uses what {waits[0]} gives"
         assert place[waits[0]] > place[send], f"{waits[0]} stands before {send}"
@@ -44,11 +46,33 @@ def verify(gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any]) -> No
         where = planned[output]
         assert isinstance(value, fx.Node) and value.meta.get(GRADIENT_META) == where, f"output {output} is not {where}"
         wait = value.args[0]
-        assert isinstance(wait, fx.Node) and wait.target is WAIT, f"output {output} does not come from a wait"
+        assert isinstance(wait, fx.Node) and is_wait(wait), f"output {output} does not come from a wait"
         send = wait.args[0]
         assert isinstance(send, fx.Node) and send.meta[BUCKET_META] == where[0], f"output {output} is in {send}"
+        bucket = plan.buckets[where[0]]
+        grad, offset = bucket.grads[where[1]], bucket.offsets[where[1]]
+        at = (list(grad.shape), list(grad.stride), offset)
+        assert value.args[1:] == at, f"output {output} is read at {value.args[1:]}, packed at {at}"
+        packed = _packed(send, bucket)
+        assert len(packed) == len(bucket.grads) and packed[where[1]] is old, f"{send} sends {packed}, not {old}"
     views = Counter(value for value in outputs if isinstance(value, fx.Node) and GRADIENT_META in value.meta)
     assert all(count == 1 for count in views.values()), f"a reduced gradient is returned twice: {views}"
+    graph.lint()
+
+
+def _packed(send: fx.Node, bucket: Bucket) -> list[Any]:
+    """The values that an all-reduce sends, as they were before they were scaled; None for one that was not scaled."""
+    flat: Any = send.args[0]
+    parts = flat.args[0] if flat.target is aten.cat.default else [flat]
+    return [_unscaled(part, grad) for part, grad in zip(parts, bucket.grads, strict=False)]
+
+
+def _unscaled(part: Any, grad: GradSpec) -> Any:
+    while part.target in (aten.reshape.default, aten.permute.default):
+        part = part.args[0]
+    if part.target is not aten.mul.Tensor or SCALE_META not in part.args[1].meta:
+        return None
+    return part.args[0] if grad.shape else part.args[0].args[0]
 
 
 def verify_program(program: Program, *, outputs: int) -> None:
