@@ -296,8 +296,9 @@ class Ranks:
         self._pipes.append((answer_read, command_write))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self._network.interface(rank)}
         # A cache of this run alone, so that nothing compiled elsewhere is served; no pool of idle compile processes.
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self._scratch.parent / "cache"))
-        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        # Set, not defaulted: importing torch has already written the user-wide folder into this process's environment.
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(self._scratch.parent / "cache")
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         rank_command = [sys.executable, "-m", "benchmarks.step_time", "--rank-pipes", f"{command_read},{answer_write}"]
         try:
             with self._logs[rank].open("wb") as log:

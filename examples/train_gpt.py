@@ -221,7 +221,7 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world_size:
         print(f"{tokens / seconds:.0f} tokens per second, after {compiled - started:.1f} s for compilation and step 1")
         print(f"all parameters are identical on {world_size} rank(s)")
         print(fxddp.explain(model))
-        print(sample(gpt, "The statement ", 160, args.block_size, args.seed))
+        print(f"a sample:\n{sample(gpt, 'The statement ', 160, args.block_size, args.seed)}")
         if args.out is not None:
             state = {"model": gpt.state_dict(), "optimizer": optimizer.state_dict(), "step": args.steps}
             torch.save(state, args.out)

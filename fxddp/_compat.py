@@ -46,27 +46,27 @@ def placeholder_example(node: fx.Node) -> Any:
         return None
 
 
-_frame_listeners: dict[int, Callable[[Any, Any], None]] = {}
+_frame_listeners: dict[int, Callable[[Any], None]] = {}
 
 
 def on_frame(listener: Callable[[Any, Any], None]) -> None:
-    """Calls `listener(backend, frame)` when Dynamo starts on a frame, also on one it will end up not compiling."""
+    """Calls `listener(backend, locals)` when Dynamo starts on a frame, also on one it will end up not compiling.
+
+    Listening twice is listening once. `torch._dynamo.reset` forgets listeners.
+    """
     from torch._dynamo.callback import callback_handler
 
     def started(_: Any) -> None:
         caller: Any = sys._getframe()
         while caller is not None:
             if caller.f_code.co_name == "_compile" and "compiler_fn" in caller.f_locals:
-                frame = caller.f_locals.get("frame")
-                variables = caller.f_locals.get("locals")
-                if frame is not None and variables is not None:
-                    listener(inner_backend(caller.f_locals["compiler_fn"]), variables)
+                listener(inner_backend(caller.f_locals["compiler_fn"]), caller.f_locals.get("locals") or {})
                 return
             caller = caller.f_back
 
-    if id(listener) not in _frame_listeners or _frame_listeners[id(listener)] not in callback_handler.start_callbacks:
+    if _frame_listeners.get(id(listener)) not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(started)
-        _frame_listeners[id(listener)] = started  # type: ignore[assignment]
+        _frame_listeners[id(listener)] = started
 
 
 def inner_backend(compiler_fn: Any) -> Any:
@@ -88,12 +88,13 @@ def compile_wrapper(compiled: Any) -> Any:
     callback = getattr(context, "callback", None) or getattr(compiled, "_torchdynamo_orig_backend", None)
     if callback is None:
         for cell in getattr(compiled, "__closure__", None) or ():
-            value = cell.cell_contents if filled(cell) else None
+            value: Any = cell.cell_contents if filled(cell) else None
             if hasattr(value, "_torchdynamo_orig_backend"):
                 callback = value
                 break
-            if getattr(value, "callback", None) is not None and hasattr(value.callback, "_torchdynamo_orig_backend"):
-                callback = value.callback
+            inner = getattr(value, "callback", None)
+            if hasattr(inner, "_torchdynamo_orig_backend"):
+                callback = inner
                 break
     seen = 0
     while callback is not None and hasattr(callback, "_torchdynamo_orig_backend") and seen < 10:
@@ -124,7 +125,7 @@ def aot_compile(
     from torch._dynamo.backends.common import aot_autograd
 
     with functorch_settings():
-        return aot_autograd(  # type: ignore[no-any-return]
+        return aot_autograd(
             fw_compiler=forward,
             bw_compiler=backward,
             partition_fn=min_cut_rematerialization_partition,
@@ -152,12 +153,19 @@ def inductor_compile(
     marked = {**config.unsafe_marked_cacheable_functions, "fxddp.backward": fingerprint}
     caching = {"bundled_autograd_cache": True} if cache else {"enable_autograd_cache": False}
     with functorch_settings(**caching):
-        return compile_fx(  # type: ignore[no-any-return]
+        compiled: Any = compile_fx(
             gm,
             inputs,
             inner_compile=inner_compile,
             config_patches={**patches, "unsafe_marked_cacheable_functions": marked},
         )
+    return compiled  # type: ignore[no-any-return]
+
+
+def mark_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tells AOTAutograd that a function takes its arguments as one list."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
 
 
 def functorch_settings(**more: Any) -> AbstractContextManager[None]:
@@ -294,7 +302,7 @@ queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 
 def sequence_number() -> int:
     """Number that the next autograd node of this thread will get."""
-    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def compiled_node(tensors: Sequence[Any], since: int) -> Any:
@@ -322,8 +330,9 @@ def restricted_to() -> set[int] | None:
         None if all do, as in a plain `backward()`; else the ids of those of this node's leaves that do:
         `backward(inputs=…)` names some, `autograd.grad` accumulates nowhere.
     """
-    will_execute = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
-    parents = [parent for parent, _ in torch._C._current_autograd_node().next_functions if parent is not None]
+    will_execute = torch._C._will_engine_execute_node
+    node: Any = torch._C._current_autograd_node()
+    parents: list[Any] = [parent for parent, _ in node.next_functions if parent is not None]
     try:
         if all(map(will_execute, parents)):
             return None
@@ -340,13 +349,13 @@ def restricted_to() -> set[int] | None:
 def accumulates(leaf: Tensor) -> bool:
     """Whether the running, unrestricted backward accumulates into this leaf, or has done so already."""
     with torch.enable_grad():
-        node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+        node: Any = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def flatten(values: Any) -> list[Any]:
     """The leaves of nested containers."""
-    return torch.utils._pytree.tree_leaves(values)  # type: ignore[no-any-return]
+    return torch.utils._pytree.tree_leaves(values)
 
 
 def upstream_leaves(arguments: Sequence[Any]) -> list[Tensor]:
@@ -377,12 +386,12 @@ def compiled_autograd_enabled() -> bool:
 
 
 below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowADInplaceOrView
-"""Inside, operators skip autograd: an alias made here is no view to it, and users may `detach_()` a `.grad` that is one."""
+"""Inside, operators skip autograd: an alias made here is no view to it, and users may `detach_()` such a `.grad`."""
 
 
 def hooks_after_accumulation(parameter: Tensor) -> Any:
     """The parameter's post-accumulate-grad hooks by id, in call order; None if it has none."""
-    return parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return parameter._post_accumulate_grad_hooks
 
 
 def hooks_before_accumulation(parameter: Tensor) -> Any:
@@ -400,9 +409,9 @@ def group_exists(group: dist.ProcessGroup) -> bool:
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """The key-value store that the members of a group share."""
-    return dist.distributed_c10d._world.pg_map[group][1]  # type: ignore[no-any-return]
+    return dist.distributed_c10d._world.pg_map[group][1]
 
 
 def group_timeout(group: dist.ProcessGroup) -> Any:
     """How long collectives of a group may take."""
-    return group._get_backend(group._device_types[0]).options._timeout  # type: ignore[attr-defined]
+    return group._get_backend(group._device_types[0]).options._timeout

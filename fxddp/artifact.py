@@ -61,6 +61,7 @@ class SplitBackward(_OutputCode):  # type: ignore[misc]
         return self
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
+        """Runs the backward; `inputs` is emptied."""
         from .executor import execute
 
         return execute(self, inputs)
@@ -72,12 +73,14 @@ class SplitBackward(_OutputCode):  # type: ignore[misc]
         return self.pieces
 
     def prepare_for_serialization(self) -> None:
+        """Called on a copy that is about to be pickled."""
         if self.whole is not None:
             raise _compat.bypass_cache("an unsplit backward names its process group")
         self.pieces = tuple(_compat.dump_piece(piece) for piece in self.pieces)
         self.local = self.rewritten = None
 
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+        """Called after unpickling."""
         self.pieces = tuple(_compat.load_piece(piece) for piece in self.pieces)
         self.announce()
 

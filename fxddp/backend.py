@@ -62,18 +62,18 @@ class Backend:
         """Compiles a Dynamo graph; called by `torch.compile`. Communicates nothing."""
         settings = self._settings_for(options, mode)
         self._adopt_modules_of(gm)
-        names, trained, buffers = inspect(gm, inputs, {id(tensor): name for name, tensor in self.known_tensors()})
-        for position, value in trained.items():
-            refuse_subclass(value, names[position])
+        found = inspect(gm, inputs, {id(tensor): name for name, tensor in self.known_tensors()})
+        for position, value in found.trained.items():
+            refuse_subclass(value, found.names[position])
         try:
             group = self.lookup()
         except RuntimeError:  # refused when the graph runs; compiling alone is allowed
             group = None
         name, size = (group.name, group.size) if group is not None else ("", 1)
-        compilation = Compilation(settings, trained, name, size)
+        compilation = Compilation(settings, found.trained, name, size)
         graph = _compat.copy_graph(gm) if settings.keep_graphs else None
         compiled = compilation.compile(gm, inputs)
-        site = Site(self, names, tuple(trained), buffers, compilation, compiled, graph)
+        site = Site(self, found, compilation, compiled, graph)
         self.sites.append(site)
         return site
 
@@ -319,7 +319,7 @@ def _frame_started(compiler: Any, variables: Mapping[str, Any]) -> None:
 
 
 def _modules_in(values: Any) -> Iterator[nn.Module]:
-    """Modules among these values, or one step inside: a bound method's object, an attribute, an item, a closure's cell."""
+    """Modules among these values, or one step inside: a bound method's object, an attribute, an item, a closure."""
     for found in list(values):
         value = getattr(found, "__self__", found)
         if isinstance(value, nn.Module):

@@ -138,7 +138,7 @@ class Backward:
     # --- called by hooks, when autograd accumulated into a watched parameter ----------------------
 
     def accumulated(self, parameter: Tensor, *, now: bool) -> None:
-        """Notes that autograd accumulated into a parameter; with `now` it is averaged at once: others look at it next."""
+        """Notes that autograd accumulated into a parameter; with `now` it is averaged at once: others look next."""
         identity = id(parameter)
         if identity in self._returned:
             _, address = self._returned[identity]

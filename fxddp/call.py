@@ -99,6 +99,7 @@ class Call:
         self.undefined: frozenset[int] = frozenset()
 
     def parameters_by_bucket(self, plan: BucketPlan) -> list[tuple[Tensor, ...]]:
+        """The parameters of each bucket of a plan."""
         return self.binding.by_bucket(plan, self.parameters)
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:

@@ -47,7 +47,7 @@ class Compilation:
                     fingerprint=self._fingerprint(),
                     cache=not settings.keep_graphs,
                 )
-            inner = _interpret if settings.inner == "aot_eager" else partial(_boxed, settings.inner)
+            inner = partial(_boxed, settings.inner) if callable(settings.inner) else _interpret
             return _compat.aot_compile(
                 gm, inputs, forward=partial(self._forward, inner), backward=partial(self._backward, inner)
             )
@@ -116,29 +116,24 @@ def _compile_later(again: Callable[[], Any], inner: PieceCompiler, pieces: Seque
 
 def _interpret(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
     """Runs the graph's operators one by one: the "aot_eager" inner compiler."""
-
-    def run(arguments: list[Any]) -> Any:
-        values = tuple(arguments)
-        arguments.clear()
-        return gm(*values)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return _takes_list(gm)
 
 
 def _boxed(inner: Callable[..., Any], gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """A user's inner compiler, its result called with one list."""
     compiled = inner(gm, inputs)
-    if getattr(compiled, "_boxed_call", False):
-        return compiled
+    return compiled if getattr(compiled, "_boxed_call", False) else _takes_list(compiled)
+
+
+def _takes_list(function: Callable[..., Any]) -> Any:
+    """A function of one list, which it empties so that its values can be freed early; AOTAutograd's boxed calling."""
 
     def run(arguments: list[Any]) -> Any:
         values = tuple(arguments)
         arguments.clear()
-        return compiled(*values)
+        return function(*values)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return _compat.mark_boxed(run)
 
 
 @cache

@@ -76,6 +76,7 @@ class Exceptions:
 
     @property
     def skipped(self) -> set[tuple[int, int]]:
+        """Those that the end of the backward does not write."""
         return self.local | self.dropped
 
 

@@ -89,12 +89,12 @@ class Explanation:
         settings = self.settings
         inner = settings.inner if isinstance(settings.inner, str) else getattr(settings.inner, "__name__", "a callable")
         ranks = f" on {self.world_size} ranks" if self.world_size else ""
+        graphs = f"{len(self.graphs)} graph{'s' * (len(self.graphs) != 1)} with a backward"
+        buckets = sum(len(graph.plan.buckets) for graph in self.graphs)
+        sizes = f"buckets of {_size(settings.cap)} (the first of {_size(min(settings.first_cap, settings.cap))})"
         lines = [
-            f"fxddp{ranks}: {len(self.graphs)} graph{'s' * (len(self.graphs) != 1)} with a backward, "
-            f"{sum(len(g.plan.buckets) for g in self.graphs)} buckets, {_size(self.nbytes)} of gradients",
-            f"buckets of {_size(settings.cap)} (the first of {_size(min(settings.first_cap, settings.cap))}), "
-            f"inner={inner}, "
-            f"{'split' if settings.split else 'unsplit'}",
+            f"fxddp{ranks}: {graphs}, {buckets} buckets, {_size(self.nbytes)} of gradients",
+            f"{sizes}, inner={inner}, {'split' if settings.split else 'unsplit'}",
         ]
         if self.world_size:
             sent = 2 * (self.world_size - 1) * self.nbytes // self.world_size
@@ -155,7 +155,7 @@ def explain(
         settings, model = make_settings(), model_or_backend
     if backend_arguments:
         given = make_settings(**backend_arguments)
-        changed = {name for name in Settings.__slots__ if name in backend_arguments}  # type: ignore[attr-defined]
+        changed = {name for name in Settings.__slots__ if name in backend_arguments}
         changed |= {"cap"} & {name.replace("bucket_mb", "cap") for name in backend_arguments}
         changed |= {"first_cap"} & {name.replace("bucket_mb", "cap") for name in backend_arguments}
         settings = replace(settings, **{name: getattr(given, name) for name in changed})

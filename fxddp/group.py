@@ -23,10 +23,12 @@ class Group:
 
     @property
     def name(self) -> str:
+        """The group's name; names are used again after a group is destroyed."""
         return str(self.process_group.group_name)
 
     @property
     def backend_name(self) -> str:
+        """Such as "gloo" or "nccl"."""
         return dist.get_backend(self.process_group)
 
     def all_reduce(self, tensor: Tensor) -> Any:

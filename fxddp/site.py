@@ -1,6 +1,7 @@
 """One compiled Dynamo graph, as Dynamo calls it: knows its parameters, meets the other ranks, marks its backward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,27 @@ if TYPE_CHECKING:
     from .group import Group
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What the inputs of a Dynamo graph are, by position.
+
+    Attributes:
+        names: qualified names of parameters and buffers.
+        trained: (fake) parameters that require grad.
+        buffers: positions of buffers.
+    """
+
+    names: Mapping[int, str]
+    trained: Mapping[int, Tensor]
+    buffers: tuple[int, ...]
+
+
 class Site:
     """The callable that stands for one graph.
 
     Attributes:
         names: by position, the qualified name of each parameter and buffer among the graph's inputs.
+        trained: positions of the parameters that require grad.
         compilation: what was compiled.
         graph: the Dynamo graph, if graphs are kept.
     """
@@ -28,24 +45,23 @@ class Site:
     def __init__(
         self,
         backend: "Backend",
-        names: dict[int, str],
-        trained: tuple[int, ...],
-        buffers: tuple[int, ...],
+        inputs: Inputs,
         compilation: Compilation,
         compiled: Callable[..., Any],
         graph: fx.GraphModule | None,
     ) -> None:
         self.backend = backend
-        self.names = names
-        self.trained = trained
+        self.names = inputs.names
+        self.trained = tuple(inputs.trained)
         self.compilation = compilation
         self.graph = graph
         self._compiled = compiled
-        self._bindings = Bindings(trained)
+        self._bindings = Bindings(self.trained)
         mutated = compilation.backward.mutated if compilation.backward is not None else ()
-        self._buffers = getter([position for position in buffers if position in mutated])
+        self._buffers = getter([position for position in inputs.buffers if position in mutated])
 
     def __call__(self, *arguments: Any) -> Any:
+        """Runs the forward; called by Dynamo's code."""
         if not self.trained or not torch.is_grad_enabled():
             return self._compiled(*arguments)
         backend = self.backend
@@ -91,19 +107,13 @@ class Site:
         binding.group = group
 
 
-def inspect(
-    gm: fx.GraphModule, inputs: Sequence[Any], names: dict[int, str]
-) -> tuple[dict[int, str], dict[int, Tensor], tuple[int, ...]]:
-    """What a Dynamo graph's inputs are.
+def inspect(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str]) -> Inputs:
+    """Finds out what a Dynamo graph's inputs are.
 
     Args:
         gm: the graph.
         inputs: its (fake) example inputs.
         names: qualified names by id of the real tensors, as far as modules are known.
-
-    Returns:
-        Names of parameters and buffers by position; (fake) parameters that require grad by position; positions of
-        buffers.
     """
     named: dict[int, str] = {}
     trained: dict[int, Tensor] = {}
@@ -121,7 +131,7 @@ def inspect(
             buffers.append(position)
         elif value.requires_grad:
             trained[position] = value
-    return named, trained, tuple(buffers)
+    return Inputs(named, trained, tuple(buffers))
 
 
 def readable(source: str) -> str:

@@ -33,10 +33,12 @@ class BackwardRecord:
     events: list[tuple[str, int, float]] = field(default_factory=list)
 
     def piece(self) -> None:
+        """Notes that a piece starts."""
         self.events.append(("piece", self.pieces, perf_counter()))
         self.pieces += 1
 
     def launch(self, nbytes: int) -> int:
+        """Notes that a bucket was launched; returns its number."""
         index = self.launches
         self.events.append(("launch", index, perf_counter()))
         self.launches += 1
@@ -44,6 +46,7 @@ class BackwardRecord:
         return index
 
     def wait(self, index: int) -> None:
+        """Notes that the wait for a bucket starts."""
         self.events.append(("wait", index, perf_counter()))
 
 
@@ -70,8 +73,10 @@ class EventLog:
         self._total = 0
 
     def add(self, record: BackwardRecord) -> None:
+        """Keeps a backward that is over."""
         self._records.append(record)
         self._total += 1
 
     def stats(self) -> Stats:
+        """What was kept."""
         return Stats(tuple(self._records), self._total)

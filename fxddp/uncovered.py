@@ -114,7 +114,7 @@ class Watch:
         return [parameter for reference in pending.values() if (parameter := reference()) is not None]
 
     def reduce(self, parameters: Sequence[Tensor], group: "Group", record: "BackwardRecord") -> None:
-        """Averages the `.grad` of these parameters in place, packed by dtype and device into at most a bucket's size."""
+        """Averages the `.grad` of these parameters in place, packed by dtype and device up to a bucket's size."""
         backend = self._backend()
         assert backend is not None
         rank_order = {identity: i for i, identity in enumerate(self._names)}

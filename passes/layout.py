@@ -51,8 +51,8 @@ def gradient_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, 
 def lay_out(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Gives all values of a graph the strides that follow from those its inputs really have; edits `gm` in place.
 
-    Inductor's forward may save an activation in another layout than the one the backward was traced with (a convolution
-    channels-last). AOTAutograd says so only through the example inputs; pieces are compiled for their neighbours' strides.
+    Inductor's forward may save an activation in another layout than the backward was traced with, such as a convolution
+    channels-last. AOTAutograd says so only through the example inputs; pieces are compiled for each other's strides.
     """
     traced = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     if [_strides(value) for value in traced] == [_strides(value) for value in inputs]:

@@ -7,8 +7,8 @@ What a bucket needs runs before what it does not need; within that, nodes keep t
 effects among each other (Note [side effects]).
 
 Note [side effects]: a node that writes to an argument or draws from a random generator must not pass another such node,
-nor a reader of what it writes. AOTAutograd's graphs have few of them; each becomes a link in one chain, and a writer also
-depends on the earlier users of what it writes and is depended on by the later ones.
+nor a reader of what it writes. AOTAutograd's graphs have few of them; each becomes a link in one chain, and a writer
+also depends on the earlier users of what it writes, through views too, and is depended on by the later ones.
 """
 
 import operator

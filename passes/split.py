@@ -5,8 +5,8 @@
     program:  run 0, launch bucket 0, run 1, launch bucket 1, run 2; outputs: gradients by bucket and position
 
 Sends, waits and views leave the graph: what is launched, waited for and handed out is decided by whoever runs the
-program, so one set of pieces serves synchronised and local backwards. Afterwards a piece knows nothing of the others but
-its inputs and outputs. Values cross pieces through numbered slots; slots 0 … n-1 are the backward's own inputs.
+program, so one set of pieces serves synchronised and local backwards. Afterwards a piece knows nothing of the others
+but its inputs and outputs. Values cross pieces through numbered slots; slots 0 … n-1 are the backward's own inputs.
 """
 
 import operator
@@ -19,7 +19,6 @@ from torch import fx
 from .allreduce import BUCKET_META, GRADIENT_META, SCALE_META, is_send, is_wait
 from .gradients import graph_outputs
 from .plan import BucketPlan
-
 
 SIZE = torch.ops.aten.sym_size.int
 
@@ -161,9 +160,10 @@ def bind_symbols(gm: fx.GraphModule) -> fx.GraphModule:
     for node in list(graph.nodes):
         value = node.meta.get("val")
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-            if _symbol(size) in {None, *known}:
+            symbol = _symbol(size)
+            if symbol is None or symbol in known:
                 continue
-            known.add(_symbol(size))
+            known.add(symbol)
             with graph.inserting_before(body if node.op == "placeholder" else node.next):
                 graph.call_function(SIZE, (node, dim)).meta["val"] = size
     return gm

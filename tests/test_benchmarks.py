@@ -1,6 +1,7 @@
 """The benchmark measures what it says: its statistics, its tables, and one real run of a tiny configuration."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,17 +18,19 @@ MODES = ["local", "ddp", "ddp_compile", "fxddp", "fxddp_unsplit"]
 
 def test_tiny_run(tmp_path: Path) -> None:
     """Two ranks, every mode, gradients checked, a table with a row per mode, and the same in the JSON file."""
-    report_file = tmp_path / "report.json"
+    report_file, shared_cache = tmp_path / "report.json", tmp_path / "shared"
     options = ["--models", "smoke", "--rates", "none,1gbit", "--no-namespaces", "--bucket-mb", "1", "--rounds", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.step_time", *options, "--markdown", "--json", str(report_file)],
         cwd=ROOT,
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(shared_cache)},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert not [path for path in shared_cache.rglob("*") if path.is_file()]  # compiled code is of this run alone
     assert "plain loopback instead of a shaped network" in done.stderr and "not measured: ['1gbit']" in done.stderr
 
     table = [line for line in done.stdout.splitlines() if line.startswith("|")]

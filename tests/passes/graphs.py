@@ -75,7 +75,9 @@ class Captured:
         )
 
 
-def boxed(gm: fx.GraphModule, on_call: Callable[[tuple[Any, ...]], None] = lambda _: None) -> Callable[[list[Any]], Any]:
+def boxed(
+    gm: fx.GraphModule, on_call: Callable[[tuple[Any, ...]], None] = lambda _: None
+) -> Callable[[list[Any]], Any]:
     """Runs a graph with the calling convention of AOTAutograd."""
 
     def run(arguments: list[Any]) -> Any:
@@ -193,14 +195,18 @@ class Builder:
         self.mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
         self._tangents = 0
 
-    def saved(self, *shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", stride: Any = None) -> fx.Node:
+    def saved(
+        self, *shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", stride: Any = None
+    ) -> fx.Node:
         """An input that the forward saved."""
         with self.mode:
             value = torch.empty(shape, dtype=dtype, device=device)
             value = value if stride is None else torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return self.placeholder("saved", value)
 
-    def tangent(self, *shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", stride: Any = None) -> fx.Node:
+    def tangent(
+        self, *shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", stride: Any = None
+    ) -> fx.Node:
         """The gradient of the forward's next output."""
         node = self.saved(*shape, dtype=dtype, device=device, stride=stride)
         node.meta["desc"] = TangentAOTInput(PlainAOTOutput(self._tangents))

@@ -1,0 +1,524 @@
+"""First contact: rank 0's weights win before a graph first runs, or ranks say by name how they differ."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxddp
+from tests.live.lab import (
+    SMALL,
+    Mlp,
+    average,
+    compiled,
+    counted_collectives,
+    data,
+    error_of,
+    expect,
+    expect_equal,
+    gradients,
+    launches,
+    local_gradients,
+    loss_of,
+    seeded,
+)
+from tests.live.pool import Pool
+
+
+def from_rank_0(module: nn.Module) -> nn.Module:
+    """An eager copy with rank 0's state."""
+    module = copy.deepcopy(module)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor, 0)
+    return module
+
+
+def state(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def step(
+    module: nn.Module, model: Any, what: str, loss: Callable[[Any], Tensor] = lambda model: loss_of(model, 0), *, tol: float = 0.0
+) -> None:
+    """One backward from weights that differ per rank: the average of what rank 0's weights give on each rank's data."""
+    yardstick = from_rank_0(module)
+    local = local_gradients(yardstick, loss)
+    module.zero_grad()
+    got = loss(model)
+    expect(torch.allclose(got, loss(yardstick), atol=1e-6), f"{what}: the first forward did not use rank 0's weights")
+    got.backward()
+    expect_equal(gradients(module), average(local), what, tol)
+
+
+@contextmanager
+def compiles_watched(backend: fxddp.Backend, started: list[str]) -> Iterator[list[int]]:
+    """Counts the collectives that start while the backend compiles, one number for each compilation."""
+    during: list[int] = []
+    original = fxddp.Backend.__call__
+
+    def watched(self: fxddp.Backend, *arguments: Any, **options: Any) -> Any:
+        before = len(started)
+        result = original(self, *arguments, **options)
+        during.append(len(started) - before)
+        return result
+
+    fxddp.Backend.__call__ = watched  # type: ignore[method-assign]
+    try:
+        yield during
+    finally:
+        fxddp.Backend.__call__ = original  # type: ignore[method-assign]
+
+
+# ---- different weights, one after the other -----------------------------------------------------------------------------
+
+
+def models_of_one_class(rank: int, world: int) -> None:
+    first = seeded(rank, Mlp)
+    model, backend = compiled(first)
+    with counted_collectives() as started, compiles_watched(backend, started) as during:
+        if rank == 0:  # alone, and before anything was met
+            with torch.no_grad():
+                loss_of(model, 5)
+        expect(not started, f"evaluation started {started}")
+        step(first, model, "first model")
+        second = seeded(10 + rank, Mlp)
+        step(second, torch.compile(second, backend=backend), "second model, other weights")
+        third = copy.deepcopy(second)
+        with torch.no_grad():
+            for parameter in third.parameters():
+                parameter.mul_(1 + rank)
+        step(third, torch.compile(third, backend=backend), "third model, a copy")
+        step(first, model, "first model again")
+    expect(len(during) == (2 if rank == 0 else 1), f"{len(during)} compilations")
+    expect(not any(during), f"collectives while compiling: {during}")
+    expect("broadcast" in started and "allreduce" in started, f"only {set(started)} were counted")
+
+
+def test_models_of_one_class_on_one_backend(pool: Pool):
+    pool.run(models_of_one_class)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def blocks_that_share_code(rank: int, world: int) -> None:
+    module = seeded(rank, lambda: nn.Sequential(*[Block() for _ in range(4)]))
+    backend = fxddp.backend(SMALL, first_bucket_mb=SMALL, inner="aot_eager")
+    for block in module:
+        block.compile(backend=backend)  # type: ignore[operator]
+    step(module, module, "blocks")
+    expect(len(backend.plans) == 2, f"{len(backend.plans)} graphs for four blocks: this tests nothing")
+    step(module, module, "blocks again")
+    expect(not backend.stats().last.uncovered, f"outside of the graphs: {backend.stats().last.uncovered}")
+
+
+def test_a_block_that_another_ones_code_serves(pool: Pool):
+    pool.run(blocks_that_share_code)
+
+
+class WithState(nn.Module):
+    """Parameters that train or not, buffers that change or not, some outside of any graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.norm, self.frozen = nn.Linear(8, 24), nn.BatchNorm1d(24), nn.Linear(24, 24)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.rand(24))
+        self.register_buffer("count", torch.randint(100, (3,)))
+        self.register_buffer("mask", torch.rand(24) > 0.5)
+        self.register_buffer("unknown", torch.rand(2), persistent=False)
+        self.phase = nn.Parameter(torch.randn(24, dtype=torch.complex64))
+        self.half = nn.Parameter(torch.randn(24, dtype=torch.bfloat16))
+        with torch.no_grad():
+            self.norm.running_mean.normal_()  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.inside(x)) * self.scale * self.mask
+        return self.frozen(x) * self.phase.abs() * self.half.float()
+
+
+def state_of_every_kind(rank: int, world: int) -> None:
+    module = seeded(rank, WithState)
+    model, _ = compiled(module)
+    expected = from_rank_0(module)
+    step(module, model, "first step")
+    loss_of(expected, 0)
+    for name in ("norm.running_mean", "norm.running_var"):  # those of each rank's own batch, from rank 0's
+        expected.get_buffer(name).copy_(module.get_buffer(name))
+    expect_equal(state(module), state(expected), "state after the first step")
+    unknown = module.get_buffer("unknown").clone()
+    dist.broadcast(unknown, 0)
+    expect(torch.equal(unknown, module.get_buffer("unknown")), "a buffer that is not in the state dict was not sent")
+
+
+def test_parameters_and_buffers_of_every_kind(pool: Pool):
+    pool.run(state_of_every_kind)
+
+
+def without_init_sync(rank: int, world: int) -> str:
+    module = seeded(rank, Mlp)
+    model, _ = compiled(module, init_sync=False)
+    before = state(module)
+    loss_of(model, 0).backward()
+    expect_equal(state(module), before, "weights")
+    expect_equal(gradients(module), average(local_gradients(module, lambda m: loss_of(m, 0))), "gradients")
+    odd, _ = compiled(Mlp(24 + rank), init_sync=False)
+    return str(error_of(lambda: loss_of(odd, 0)))
+
+
+def test_without_init_sync_weights_stay_and_shapes_are_compared(pool: Pool):
+    for message in pool.run(without_init_sync):
+        assert "rank 1 has first.weight (25, 8) torch.float32 where rank 0 has first.weight (24, 8)" in message
+
+
+# ---- ranks that do not have the same model --------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = {
+    "shape": (
+        lambda: Layers(a=nn.Linear(8, 4), b=nn.Linear(4, 4)),
+        lambda: Layers(a=nn.Linear(8, 5), b=nn.Linear(5, 4)),
+        "rank 1 has a.weight (5, 8) torch.float32 where rank 0 has a.weight (4, 8) torch.float32",
+    ),
+    "transposed": (  # as many elements
+        lambda: Layers(a=nn.Linear(8, 8), b=nn.Linear(8, 4), c=nn.Linear(4, 8)),
+        lambda: Layers(a=nn.Linear(8, 4), b=nn.Linear(4, 8), c=nn.Linear(8, 8)),
+        "rank 1 has a.weight (4, 8) torch.float32 where rank 0 has a.weight (8, 8)",
+    ),
+    "more": (
+        lambda: Layers(a=nn.Linear(8, 4)),
+        lambda: Layers(a=nn.Linear(8, 4), b=nn.Linear(4, 4)),
+        "rank 1 has 4 parameters and buffers, rank 0 has 2; only rank 1 has b.weight (4, 4)",
+    ),
+    "fewer": (
+        lambda: Layers(a=nn.Linear(8, 4), b=nn.Linear(4, 4)),
+        lambda: Layers(a=nn.Linear(8, 4)),
+        "rank 1 has 2 parameters and buffers, rank 0 has 4; only rank 0 has b.weight (4, 4)",
+    ),
+    "name": (
+        lambda: Layers(a=nn.Linear(8, 8)),
+        lambda: Layers(z=nn.Linear(8, 8)),
+        "rank 1 has z.weight (8, 8) torch.float32 where rank 0 has a.weight (8, 8)",
+    ),
+    "order": (
+        lambda: Layers(a=nn.Linear(8, 8), b=nn.Linear(8, 8)),
+        lambda: Layers(b=nn.Linear(8, 8), a=nn.Linear(8, 8)),
+        "rank 1 has b.weight (8, 8) torch.float32 where rank 0 has a.weight (8, 8)",
+    ),
+    "dtype": (
+        lambda: Layers(a=nn.Linear(8, 8), b=nn.Linear(8, 8)),
+        lambda: Layers(a=nn.Linear(8, 8), b=nn.Linear(8, 8)).double(),
+        "rank 1 has a.weight (8, 8) torch.float64 where rank 0 has a.weight (8, 8) torch.float32",
+    ),
+    "frozen": (
+        lambda: Layers(a=nn.Linear(8, 8), b=nn.Linear(8, 8)),
+        lambda: Layers(a=nn.Linear(8, 8), b=frozen(nn.Linear(8, 8))),
+        "rank 1 has b.weight (8, 8) torch.float32 (frozen) where rank 0 has b.weight (8, 8) torch.float32",
+    ),
+    "buffer": (
+        lambda: Layers(a=nn.Linear(8, 8), b=nn.BatchNorm1d(8)),
+        lambda: Layers(a=nn.Linear(8, 8), b=nn.BatchNorm1d(8, affine=True, track_running_stats=False)),
+        "only rank 0 has b.running_mean (8,)",
+    ),
+}
+
+
+def run_different(rank: int, world: int, odd: int) -> list[tuple[str, str]]:
+    found = []
+    for usual, different, _ in DIFFERENT.values():
+        module = (different if rank == odd else usual)()
+        model, _ = compiled(module)
+        before = state(module)
+        x = data(0, 6, 8).to(next(module.parameters()).dtype)
+        error = error_of(lambda x=x, model=model: model(x))  # type: ignore[misc]
+        expect_equal(state(module), before, "weights after the refusal")
+        found.append((type(error).__name__, str(error)))
+    module = Mlp()
+    step(module, compiled(module)[0], "the same model everywhere, after all this")
+    return found
+
+
+def check_different(results: list[list[tuple[str, str]]], odd: int) -> None:
+    for rank, errors in enumerate(results):
+        for (kind, (_, _, expected)), (error, message) in zip(DIFFERENT.items(), errors, strict=True):
+            assert error == "RanksDisagree", f"{kind} on rank {rank}: {error}: {message}"
+            assert expected.replace("rank 1", f"rank {odd}") in message, f"{kind} on rank {rank}: {message}"
+
+
+def test_different_models_are_refused_on_every_rank(pool: Pool):
+    check_different(pool.run(run_different, 1, timeout=120), 1)
+
+
+def test_one_rank_of_three_has_another_model(pool3: Pool):
+    check_different(pool3.run(run_different, 2, timeout=120), 2)
+
+
+# ---- weights that were used before the first graph ran ---------------------------------------------------------------------
+
+
+class EagerStart(nn.Module):
+    """A module that Dynamo is told to leave alone stands before the first graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.rest = nn.Linear(8, 8), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.begin(x))
+
+    @torch._dynamo.disable
+    def begin(self, x: Tensor) -> Tensor:
+        return self.start(x)
+
+
+def eager_start(rank: int, world: int, *, seed: str) -> tuple[str, str]:
+    module = seeded(rank if seed == "differs" else 0, EagerStart)
+    if seed == "rest differs":
+        with torch.no_grad():
+            for parameter in module.rest.parameters():  # type: ignore[union-attr]
+                parameter.add_(rank)
+    model, backend = compiled(module)
+    if seed == "differs":
+        before = state(module.start)  # type: ignore[arg-type]
+        error = error_of(lambda: loss_of(model, 0))
+        expect_equal(state(module.start), before, "the weights in question")  # type: ignore[arg-type]
+        return type(error).__name__, str(error)
+    for i in range(2):
+        step(module, model, f"{seed}, step {i}", lambda m: loss_of(m, i))
+    expect(set(backend.stats().last.uncovered) == {"start.weight", "start.bias"}, f"{backend.stats().last.uncovered}")
+    return "", ""
+
+
+def test_different_weights_in_an_eager_start_are_refused(pool: Pool):
+    for kind, message in pool.run(eager_start, seed="differs"):
+        assert kind == "RanksDisagree"
+        assert "start.weight on rank 1 differs from rank 0's" in message
+        assert "already computed with it before the first compiled graph ran" in message
+        assert "the same seed" in message
+
+
+@pytest.mark.parametrize("seed", ["equal", "rest differs"])
+def test_equal_weights_in_an_eager_start(pool: Pool, seed: str):
+    pool.run(eager_start, seed=seed)
+
+
+class Regional(nn.Module):
+    """Compiled blocks between eager modules of the same shapes, which nobody told the backend about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(12, 8), nn.Embedding(12, 8)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.late = nn.Linear(8, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 12)
+
+    def forward(self, tokens: Tensor, *, late: bool = False) -> Tensor:
+        x = self.blocks(self.words(tokens) + self.places(torch.arange(tokens.shape[1])))
+        return self.head(self.norm(self.late(x) if late else x))
+
+
+def regional(module: Regional, **options: Any) -> fxddp.Backend:
+    backend = fxddp.backend(**{"bucket_mb": SMALL, "first_bucket_mb": SMALL, "inner": "aot_eager"} | options)
+    for block in module.blocks:
+        block.compile(backend=backend)
+    return backend
+
+
+def language(model: Any, i: int, **options: Any) -> Tensor:
+    tokens = data(i, 3, 7).mul(100).long().remainder(12)
+    return nn.functional.cross_entropy(model(tokens[:, :-1], **options).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def regional_step(rank: int, world: int, odd: str) -> tuple[str, str]:
+    module: Any = seeded(0, Regional)
+    with torch.no_grad():
+        if odd:
+            module.get_parameter(odd).add_(rank)
+    regional(module)
+    error = error_of(lambda: language(module, 0).backward())
+    return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("odd", ["words.weight", "places.weight", "head.bias", "norm.weight"])
+def test_different_weights_around_compiled_blocks_are_refused(pool: Pool, odd: str):
+    for kind, message in pool.run(regional_step, odd):
+        assert kind == "RanksDisagree", message
+        assert f"{odd} on rank 1 differs from rank 0's" in message
+
+
+def regional_in_another_order(rank: int, world: int) -> None:
+    """Ranks find the eager parameters in another order: a collection of garbage has moved some of them on."""
+    torch.manual_seed(0)
+    module: Any = Regional()
+    if rank == 1:
+        gc.collect()
+    torch.manual_seed(1)
+    for name in ("norm", "places") if rank else ("places", "norm"):
+        setattr(module, name, nn.Embedding(12, 8) if name == "places" else nn.LayerNorm(8))
+    with torch.no_grad():
+        module.places.weight.copy_(torch.linspace(-1, 1, 96).view(12, 8))
+        if rank == 1:
+            gc.collect()
+            module.words = copy.deepcopy(module.words)
+    backend = regional(module)
+    for i in range(3):
+        module.zero_grad()
+        language(module, i).backward()
+        expected = average(local_gradients(module, lambda m: language(m, i)))
+        expect_equal(gradients(module), expected, f"step {i}", tol=1e-6)
+    outside = {name for name, _ in module.named_parameters() if "blocks" not in name and "late" not in name}
+    got = set(backend.stats().last.uncovered)
+    expect(got == outside, f"reduced outside of the graphs: {sorted(got)}, expected {sorted(outside)}")
+
+
+def test_eager_parameters_that_ranks_find_in_another_order(pool: Pool):
+    pool.run(regional_in_another_order)
+
+
+def regional_later(rank: int, world: int, how: str) -> None:
+    """A module beside the compiled blocks trains only from the second step on."""
+    module: Any = seeded(0, Regional)
+    regional(module)
+    if how == "unfrozen":
+        module.words.requires_grad_(False)
+    for i in range(3):
+        if i == 1 and how == "unfrozen":
+            module.words.requires_grad_(True)
+        late = {"late": i > 0} if how == "used" else {}
+        module.zero_grad()
+        language(module, i, **late).backward()
+        expected = average(local_gradients(module, lambda m: language(m, i, **late)))  # noqa: B023 (called at once)
+        expect_equal(gradients(module), expected, f"step {i}", tol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["unfrozen", "used"])
+def test_eager_parameters_that_train_later(pool: Pool, how: str):
+    pool.run(regional_later, how)
+
+
+def regional_frozen_by_gc(rank: int, world: int) -> None:
+    module: Any = seeded(0, Regional)
+    gc.collect()
+    gc.freeze()
+    regional(module)
+    language(module, 0).backward()
+    expect_equal(gradients(module), average(local_gradients(module, lambda m: language(m, 0))), "gradients", tol=1e-6)
+
+
+def test_eager_parameters_that_the_garbage_collector_does_not_list(pool: Pool):
+    pool.run(regional_frozen_by_gc)
+
+
+class Recurrent(nn.Module):
+    """Dynamo compiles nothing of a model with an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+def nothing_compiled(rank: int, world: int, *, differs: bool) -> tuple[str, str]:
+    module = seeded(rank if differs else 0, Recurrent)
+    model, backend = compiled(module)
+
+    def loss(m: Any) -> Tensor:
+        return m(data(0, 3, 5, 8)).square().mean()
+
+    if differs:
+        error = error_of(lambda: loss(model).backward())
+        return type(error).__name__, str(error)
+    for i in range(2):
+        step(module, model, f"step {i}", loss)
+    expect(not backend.plans, "this tests nothing: something was compiled")
+    expect(len(backend.stats().last.uncovered) == 6, f"{backend.stats().last.uncovered}")
+    return "", ""
+
+
+def test_a_model_of_which_nothing_is_compiled(pool: Pool):
+    pool.run(nothing_compiled, differs=False)
+    for kind, message in pool.run(nothing_compiled, differs=True):
+        assert kind == "RanksDisagree", message
+        assert "on rank 1 differs from rank 0's" in message
+
+
+def evaluated_on_rank_0_only(rank: int, world: int) -> None:
+    """Rank 0 alone keeps and evaluates an averaged copy, a usual thing, while the model goes on."""
+    module = seeded(rank, Mlp)
+    model, backend = compiled(module)
+    step(module, model, "first step")
+    if rank == 0:
+        averaged = copy.deepcopy(module)
+        extra = Layers(a=nn.Linear(8, 3))
+        with torch.no_grad():
+            loss_of(torch.compile(averaged, backend=backend), 0)
+            loss_of(torch.compile(extra, backend=backend), 0)
+    for batch in (3, 5, 9):  # compiled anew
+        step(module, model, f"batch of {batch}", lambda m: m(data(0, batch, 8)).square().mean())  # noqa: B023
+    second = seeded(rank, Mlp)
+    step(second, torch.compile(second, backend=backend), "another model")
+    expect(launches(backend)[0] > 1, "one bucket only")
+
+
+def test_a_model_evaluated_on_rank_0_only(pool: Pool):
+    pool.run(evaluated_on_rank_0_only)
+
+
+def stand_alone_loss(rank: int, world: int, *, differs: bool) -> tuple[str, str]:
+    """A trained temperature that belongs to the loss, not to the model."""
+    module = seeded(0, Mlp)
+    model, backend = compiled(module)
+    temperature = nn.Parameter(torch.tensor([2.0 + rank * differs]))
+    if differs:
+        error = error_of(lambda: (loss_of(model, 0) * temperature).sum().backward())
+        return type(error).__name__, str(error)
+    for i in range(2):
+        module.zero_grad()
+        temperature.grad = None
+        (loss_of(model, i) * temperature).sum().backward()
+        expected = loss_of(module, i).detach() / world
+        dist.all_reduce(expected)
+        expect(torch.allclose(temperature.grad, expected), f"step {i}: {temperature.grad}, expected {expected}")  # type: ignore[arg-type]
+    expect(backend.stats().last.uncovered == ("<parameter of shape (1,)>",), f"{backend.stats().last.uncovered}")
+    return "", ""
+
+
+def test_a_parameter_of_the_loss(pool: Pool):
+    pool.run(stand_alone_loss, differs=False)
+    for kind, message in pool.run(stand_alone_loss, differs=True):
+        assert kind == "RanksDisagree", message
+        assert "<parameter of shape (1,)> on rank 1 differs from rank 0's" in message
