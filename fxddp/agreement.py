@@ -97,19 +97,20 @@ class Agreement:
         quick[case] = result
         return result
 
-    def settle_uncovered(self, parameters: Sequence[Tensor], group: "Group") -> None:
-        """Settles which parameters are reduced outside of the graphs in this backward, in which order."""
+    def settle_uncovered(self, parameters: Sequence[Tensor], group: "Group") -> tuple[int, ...]:
+        """Settles which parameters are reduced outside of the graphs in this backward; returns their order, by id."""
         self._renew(group)
         key = (-2, *map(id, parameters))
         if key in self._settled and not self._ambiguous:
-            return
+            return self._settled[key][0]
         backend = self._backend()
         assert backend is not None
         layout = [[[backend.watch.name(p), list(p.shape), str(p.dtype)] for p in parameters]]
-        self._exchange("parameters used outside of the compiled graphs", layout, [], group)
+        common = self._exchange("parameters used outside of the compiled graphs", layout, [], group)
         if key not in self._settled:
-            self._settled[key] = ()
+            self._settled[key] = _apply(common, layout, (key[1:],))
             self._forget_with(parameters)
+        return self._settled[key][0]
 
     def _forget_with(self, parameters: Iterable[Tensor]) -> None:
         """Forgets what was settled about these parameters when they die: their ids are given to others then."""
@@ -202,9 +203,8 @@ def _apply(common: list[Any], mine: list[Any], own: Layout) -> Layout:
     doubtful = sorted(key for key, found in ids.items() if len(found) > 1)
     if doubtful:
         raise RanksDisagree(
-            f"ranks compiled different bucket orders, and {doubtful[0]} names more than one parameter, so they cannot "
-            f"be matched. "
-            "Compile the whole module instead of its parts"
+            f"ranks order gradients differently, and {doubtful[0]} names more than one parameter, so they cannot be "
+            "matched. Compile the whole module instead of its parts"
         )
     return tuple(tuple(ids[json.dumps(entry)][0] for entry in bucket) for bucket in common)
 

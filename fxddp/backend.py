@@ -1,7 +1,7 @@
 """The Dynamo backend: `torch.compile(model, backend=fxddp.backend(…))`."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -108,12 +108,12 @@ class Backend:
         self._modules.append(weakref.ref(module))
         return True
 
-    def known_tensors(self) -> list[tuple[str, Tensor]]:
-        """Named parameters and buffers of the modules this backend knows."""
+    def known_tensors(self, owners_of: Collection[int] | None = None) -> list[tuple[str, Tensor]]:
+        """Named parameters and buffers of the modules this backend knows: of all, or of the owners of these ids."""
         found: dict[int, tuple[str, Tensor]] = {}
         for reference in self._modules:
             module = reference()
-            if module is not None:
+            if module is not None and (owners_of is None or any(id(p) in owners_of for p in module.parameters())):
                 for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                     found.setdefault(id(tensor), (name, tensor))
         return list(found.values())

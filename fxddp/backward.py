@@ -120,7 +120,7 @@ class Backward:
         if old is not None:
             parameter.grad = None
             self._local.pop(identity, None)
-            self._taken[identity] = (parameter, old)
+            self._taken.setdefault(identity, (parameter, old))
         return old
 
     def set_aside(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -151,6 +151,7 @@ class Backward:
         if group is None or not self.synchronises:
             return
         self.group = group
+        self.backend.watch.meet([parameter], group)
         grad = parameter.grad
         assert grad is not None
         with torch.no_grad():

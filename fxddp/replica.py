@@ -58,10 +58,8 @@ class Replica:
                 if names:
                     raise RanksDisagree(
                         f"{names[0]} on rank {rank} differs from rank 0's, but this step has already computed with it "
-                        f"before the "
-                        "first compiled graph ran. Start from equal weights on all ranks (the same seed, or a "
-                        "broadcast), or "
-                        "compile the whole module, so that fxddp can send rank 0's weights in time"
+                        "outside of the compiled graphs. Start from equal weights on all ranks (the same seed, or a "
+                        "broadcast), or compile the whole module, so that fxddp can send rank 0's weights in time"
                     )
         for identity, (_, tensor) in fresh.items():
 

@@ -95,7 +95,7 @@ class Site:
     def _meet(self, binding: Binding, arguments: Sequence[Any], group: "Group") -> None:
         """First contact of these parameters with the other ranks: rank 0's weights and buffers win."""
         backend = self.backend
-        named = [(name, tensor) for name, tensor in backend.known_tensors()]
+        named = backend.known_tensors(owners_of=frozenset(binding.ids))  # other modules may be known on this rank alone
         named += [
             (self.names[position], arguments[position])
             for position in sorted(self.names)

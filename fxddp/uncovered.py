@@ -1,13 +1,14 @@
 """Parameters that no compiled graph produced a gradient for: noticed by hooks, averaged at the end of the backward.
 
 A parameter can be used in an eager gap, in a frame Dynamo gave up on, or outside of the module. A hook on every known
-parameter tells when autograd itself accumulated into it; parameters nobody told us about are found by walking the
-autograd graph when a set of parameters is seen for the first time.
+parameter tells when autograd itself accumulated into it; parameters nobody told us about are looked for when a set of
+parameters is seen for the first time.
 """
 
 import gc
+import hashlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,16 +94,27 @@ class Watch:
         """Watches every parameter of the running backward that nobody watches yet, and returns those.
 
         Autograd can be asked about a parameter but does not list them, so every parameter alive in the process is
-        asked. Only done when a set of parameters is seen for the first time.
+        asked. With them, and with those of compiled graphs, come all others of the modules they belong to: these may
+        be unfrozen or used later. Only done when a set of parameters is seen for the first time.
         """
-        found: list[Tensor] = []
-        for leaf in [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Parameter)]:
-            owner = _owners[id(leaf)][0]() if id(leaf) in _owners else None
-            unknown = owner is None or leaf not in owner
-            if unknown and leaf.requires_grad and leaf.is_leaf and _compat.accumulates(leaf):
-                self.add(leaf, "")
-                found.append(leaf)
-        return found
+        objects = _tracked_objects()
+        running = [
+            thing
+            for thing in objects
+            if issubclass(type(thing), nn.Parameter)
+            and not _watched(thing)
+            and thing.requires_grad
+            and thing.is_leaf
+            and _compat.accumulates(thing)
+        ]
+        modules = [thing for thing in objects if issubclass(type(thing), nn.Module)]
+        names = _relatives(modules, self._refs.keys() | set(map(id, running)))
+        unknown = {id(p): p for p in running}
+        unknown |= {id(p): p for _, p in names.values() if not _watched(p) and type(p.data) is Tensor}
+        named = [(names[identity][0] if identity in names else "", p) for identity, p in unknown.items()]
+        for name, parameter in _in_common_order(named):
+            self.add(parameter, name)
+        return running
 
     def keep_pending(self, parameters: Iterable[Tensor]) -> None:
         """Notes that these parameters hold local gradients, which the next synchronised backward owes an average."""
@@ -113,13 +125,22 @@ class Watch:
         pending, self._pending = self._pending, {}
         return [parameter for reference in pending.values() if (parameter := reference()) is not None]
 
+    def meet(self, parameters: Sequence[Tensor], group: "Group") -> None:
+        """First contact of parameters that no graph has: this step has computed with them, so they must be equal."""
+        backend = self._backend()
+        assert backend is not None
+        named = [(self.name(p), p) for p in parameters]
+        backend.replica.contact(named, group, send=backend.settings.init_sync, used=map(id, parameters))
+
     def reduce(self, parameters: Sequence[Tensor], group: "Group", record: "BackwardRecord") -> None:
         """Averages the `.grad` of these parameters in place, packed by dtype and device up to a bucket's size."""
         backend = self._backend()
         assert backend is not None
         rank_order = {identity: i for i, identity in enumerate(self._names)}
         parameters = sorted(parameters, key=lambda p: rank_order.get(id(p), len(rank_order)))
-        backend.agreement.settle_uncovered(parameters, group)
+        by_id = {id(p): p for p in parameters}
+        parameters = [by_id[identity] for identity in backend.agreement.settle_uncovered(parameters, group)]
+        self.meet(parameters, group)
         dense = []
         for parameter in parameters:
             grad = parameter.grad
@@ -151,6 +172,45 @@ class _Hook:
             watch = self._watch()
             if watch is not None:
                 watch.accumulated(parameter)
+
+
+def _watched(parameter: Tensor) -> bool:
+    owner = _owners[id(parameter)][0]() if id(parameter) in _owners else None
+    return owner is not None and parameter in owner
+
+
+def _tracked_objects() -> list[object]:
+    if gc.get_freeze_count():  # what is frozen is not listed, and no parameter may be missed
+        gc.unfreeze()
+    return gc.get_objects()
+
+
+def _relatives(modules: Sequence[nn.Module], family: Set[int]) -> dict[int, tuple[str, Tensor]]:
+    """All parameters of the outermost modules that hold one of this family, with their names, by id."""
+    children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    found: dict[int, tuple[str, Tensor]] = {}
+    outermost = [dict(m.named_parameters()) for m in modules if id(m) not in children and "_modules" in vars(m)]
+    for parameters in sorted(outermost, key=len, reverse=True):  # the longest name is that in the whole model
+        if not family.isdisjoint(map(id, parameters.values())):
+            for name, parameter in parameters.items():
+                found.setdefault(id(parameter), (name.replace("_orig_mod.", ""), parameter))
+    return found
+
+
+def _in_common_order(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Sorts parameters in a way that does not depend on where this process keeps them: by name, kind and value."""
+    alike: dict[tuple[str, tuple[int, ...], str], list[Tensor]] = {}
+    for name, parameter in named:
+        alike.setdefault((name, tuple(parameter.shape), str(parameter.dtype)), []).append(parameter)
+    for same in alike.values():
+        if len(same) > 1:
+            same.sort(key=_digest)
+    return [(key[0], parameter) for key in sorted(alike) for parameter in alike[key]]
+
+
+def _digest(parameter: Tensor) -> str:
+    values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
 def _differentiable(parameter: Tensor) -> bool:

@@ -116,7 +116,7 @@ def _reduce_bucket(
 def _fake_mode(graph: fx.Graph) -> Any:
     from torch._guards import detect_fake_mode
 
-    return detect_fake_mode([node.meta.get("val") for node in graph.find_nodes(op="placeholder")])
+    return detect_fake_mode([node.meta.get("val") for node in graph.nodes])
 
 
 def _caller(graph: fx.Graph, fake_mode: Any) -> Callable[..., fx.Node]:

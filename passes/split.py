@@ -166,6 +166,7 @@ def bind_symbols(gm: fx.GraphModule) -> fx.GraphModule:
             known.add(symbol)
             with graph.inserting_before(body if node.op == "placeholder" else node.next):
                 graph.call_function(SIZE, (node, dim)).meta["val"] = size
+            gm.recompile()
     return gm
 
 

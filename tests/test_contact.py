@@ -144,13 +144,13 @@ class WithState(nn.Module):
         self.register_buffer("mask", torch.rand(24) > 0.5)
         self.register_buffer("unknown", torch.rand(2), persistent=False)
         self.phase = nn.Parameter(torch.randn(24, dtype=torch.complex64))
-        self.half = nn.Parameter(torch.randn(24, dtype=torch.bfloat16))
+        self.narrow = nn.Parameter(torch.randn(24, dtype=torch.bfloat16))
         with torch.no_grad():
             self.norm.running_mean.normal_()  # type: ignore[union-attr]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.inside(x)) * self.scale * self.mask
-        return self.frozen(x) * self.phase.abs() * self.half.float()
+        return self.frozen(x) * self.phase.abs() * self.narrow.float()
 
 
 def state_of_every_kind(rank: int, world: int) -> None:
@@ -257,12 +257,13 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str
 
 def run_different(rank: int, world: int, odd: int) -> list[tuple[str, str]]:
     found = []
-    for usual, different, _ in DIFFERENT.values():
+    for kind, (usual, different, _) in DIFFERENT.items():
+        torch._dynamo.reset()
         module = (different if rank == odd else usual)()
         model, _ = compiled(module)
         before = state(module)
         x = data(0, 6, 8).to(next(module.parameters()).dtype)
-        error = error_of(lambda x=x, model=model: model(x))  # type: ignore[misc]
+        error = error_of(lambda x=x, model=model: model(x), f"models that differ in {kind}")  # type: ignore[misc]
         expect_equal(state(module), before, "weights after the refusal")
         found.append((type(error).__name__, str(error)))
     module = Mlp()
@@ -325,7 +326,7 @@ def test_different_weights_in_an_eager_start_are_refused(pool: Pool):
     for kind, message in pool.run(eager_start, seed="differs"):
         assert kind == "RanksDisagree"
         assert "start.weight on rank 1 differs from rank 0's" in message
-        assert "already computed with it before the first compiled graph ran" in message
+        assert "already computed with it outside of the compiled graphs" in message
         assert "the same seed" in message
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.live.pool import Pool
+from tests.live.pool import Pool, WorkerError
 from tests.live.scenarios import FXDDP_KINDS, SCENARIOS, Backward, Outcome, Scenario, one_plan, run_scenario
 
 TIMEOUT = 300.0  # inductor's first kernel of a test run compiles headers, too
@@ -52,10 +52,16 @@ def test_faults_are_noticed(pool: Pool, name: str, fault: str) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), cases())
 def test_fxddp(pool: Pool, name: str, kind: str) -> None:
-    outcomes = run(pool, name, kind)
+    scenario = SCENARIOS[name]
+    try:
+        outcomes = run(pool, name, kind)
+    except WorkerError as error:
+        if scenario.refusal and {failure and failure.type for failure in error.errors} == {scenario.refusal}:
+            return  # told on every rank, and by name: as good as a result
+        raise
     found = report(outcomes)
     for rank, outcome in enumerate(outcomes):
-        for line in stats_problems(SCENARIOS[name], kind, outcome):
+        for line in stats_problems(scenario, kind, outcome):
             found += f"\nrank {rank}: {line}"
     demand_nothing(found)
 
@@ -72,8 +78,8 @@ def stats_problems(scenario: Scenario, kind: str, outcome: Outcome) -> list[str]
     if len(synchronised) != outcome.synchronised:
         found.append(f"{len(synchronised)} synchronised backwards on record, expected {outcome.synchronised}")
     expected = scenario.launches(outcome.buckets)
-    if not expected or min(expected) < 2:
-        found.append(f"plans of {outcome.buckets} buckets, expected several in each")
+    if max(expected, default=0) < 2:
+        found.append(f"plans of {outcome.buckets} buckets, expected several in one")
     for k, backward in enumerate(synchronised):
         if backward.uncovered:
             found.append(f"synchronised backward {k}: no graph reduced {', '.join(backward.uncovered)}")
@@ -96,6 +102,6 @@ def late_launches(backward: Backward) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer", "accumulation_under_no_sync", "experts_that_differ_by_rank"])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "accumulation_under_no_sync", "two_models_with_one_backend"])
 def test_three_ranks(pool3: Pool, name: str) -> None:
     demand_nothing(report(run(pool3, name, "aot_eager-split")))

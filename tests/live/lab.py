@@ -125,13 +125,13 @@ def buckets(backend: fxddp.Backend) -> int:
     return sum(bool(bucket.nbytes) for plan in backend.plans for bucket in plan.buckets)
 
 
-def error_of(call: Callable[[], object]) -> BaseException:
-    """What this raises; an error if it raises nothing."""
+def error_of(call: Callable[[], object], what: str = "this") -> BaseException:
+    """What a call raises; an error if it raises nothing."""
     try:
         call()
     except BaseException as error:
         return error
-    raise AssertionError("nothing was raised")
+    raise AssertionError(f"{what} raised nothing")
 
 
 @contextlib.contextmanager
@@ -139,12 +139,12 @@ def counted_collectives() -> Iterator[list[str]]:
     """Collects the names of the collectives that this process starts inside, whoever starts them."""
     started: list[str] = []
     kinds = ("allreduce", "broadcast", "allgather", "_allgather_base", "barrier", "reduce_scatter", "gather", "scatter")
-    originals = {kind: getattr(dist.ProcessGroup, kind) for kind in kinds}
+    originals = {kind: vars(dist.ProcessGroup)[kind] for kind in kinds}
 
     def spy(kind: str) -> Any:
         def start(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Any:
             started.append(kind)
-            return originals[kind](group, *arguments, **options)
+            return originals[kind].__get__(group)(*arguments, **options)
 
         return start
 

@@ -55,6 +55,7 @@ class Scenario:
     ddp_options: dict[str, Any] = field(default_factory=dict)
     no_ddp: str = ""  # why stock DistributedDataParallel cannot run it
     fxddp_options: dict[str, Any] = field(default_factory=dict)
+    refusal: str = ""  # the error that fxddp may raise instead, on every rank
     graphs_do_the_work: bool = False  # every gradient must be reduced by a graph
     launches: Launches = all_plans
     left_out: dict[str, str] = field(default_factory=dict)  # "inductor", "inductor-split", ... -> why it is not run
@@ -412,6 +413,7 @@ def experts_that_alternate(ctx: Context, i: int) -> None:
     optimizer=decaying,
     ddp_options={"find_unused_parameters": True},
     fxddp_options={"find_unused_parameters": True},
+    refusal="RanksDisagree",
 )
 def experts_that_differ_by_rank(ctx: Context, i: int) -> None:
     ctx.step(mean_square(ctx.model(ctx.normal(i, 8, 16), (i // 2 + ctx.rank) % 2 if i != 3 else 0)))
@@ -522,10 +524,23 @@ class Disabled(nn.Linear):
         return super().forward(x)
 
 
+class AroundDisabled(nn.Module):
+    """Compiled layers around one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.disabled, self.last = nn.Linear(16, 48), Disabled(48, 48), nn.Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.disabled(self.first(x).relu()).relu())
+
+
+add("disabled_submodule", lambda rank: AroundDisabled(), usual)
 add(
-    "disabled_submodule",
+    "disabled_submodule_in_a_sequential",
     lambda rank: Layers(nn.Linear(16, 48), nn.ReLU(), Disabled(48, 48), nn.ReLU(), nn.Linear(48, 16)),
     usual,
+    same_weights=True,  # Dynamo does not break in the forward of torch's own classes: all of it stays eager
 )
 
 
@@ -659,24 +674,40 @@ def dynamic_shapes_from_the_start(ctx: Context, i: int) -> None:
 class Moded(nn.Module):
     """A model that does something else in evaluation mode."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(16, 48), nn.BatchNorm1d(48), nn.Linear(48, 48)
+        self.first, self.norm, self.last = nn.Linear(16, 48), norm, nn.Linear(48, 48)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.first(x)).relu()
         return self.last(x) if self.training else self.last(x) * 2
 
 
-@scenario(lambda rank: Moded(), steps=4, graphs_do_the_work=True, launches=one_plan)
-def training_and_evaluation_mode(ctx: Context, i: int) -> None:
+def train_and_evaluate(ctx: Context, i: int) -> None:
+    """A step in training mode, inference in evaluation mode, and once a step in evaluation mode."""
     usual(ctx, i)
     ctx.model.eval()
     with torch.no_grad():
         ctx.watch("inference", ctx.model(ctx.normal(i + 50, 8, 16)))
-    if i == 2:
+    if i == 1:
         usual(ctx, i + 50)
     ctx.model.train()
+
+
+add(
+    "training_and_evaluation_mode",
+    lambda rank: Moded(nn.LayerNorm(48)),
+    train_and_evaluate,
+    graphs_do_the_work=True,
+    launches=one_plan,
+)
+add(
+    "batch_norm_in_evaluation_mode",
+    lambda rank: Moded(nn.BatchNorm1d(48)),
+    train_and_evaluate,
+    graphs_do_the_work=True,
+    launches=one_plan,
+)
 
 
 @scenario(mlp, graphs_do_the_work=True)
@@ -767,7 +798,8 @@ def two_models_with_one_backend(ctx: Context, i: int) -> None:
     no_ddp="reduces only the first backward of a forward",
 )
 def second_backward_through_a_retained_graph(ctx: Context, i: int) -> None:
-    loss = mean_square(ctx.model(ctx.normal(i, 8, 16)))
+    # A batch size of its own: torch's cache of kernels ignores that setting, so those of another scenario would be wrong.
+    loss = mean_square(ctx.model(ctx.normal(i, 7, 16)))
     ctx.opt.zero_grad()
     ctx.backward(loss, retain_graph=True)
     ctx.backward(loss)
