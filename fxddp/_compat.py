@@ -275,6 +275,20 @@ def stand_in(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
+def forbid_donation() -> None:
+    """Notes that the backward being compiled reuses the memory of none of its inputs, so it may run again."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def creates_graph() -> bool:
+    """Whether the running backward was asked for a graph of its own (`create_graph=True`), called from a hook in it."""
+    return torch.is_grad_enabled()
+
+
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """An independent copy of a graph that shares the module's attributes and keeps all node metadata."""
     import copy
@@ -334,16 +348,12 @@ def restricted_to() -> set[int] | None:
     node: Any = torch._C._current_autograd_node()
     parents: list[Any] = [parent for parent, _ in node.next_functions if parent is not None]
     try:
-        if all(map(will_execute, parents)):
-            return None
+        executed = [parent for parent in parents if will_execute(parent)]
     except RuntimeError:  # autograd.grad captures one of them
         return set()
-    leaves = set()
-    for parent in parents:
-        variable = getattr(parent, "variable", None)
-        if variable is not None and will_execute(parent):
-            leaves.add(id(variable))
-    return leaves
+    if len(executed) == len(parents):
+        return None
+    return {id(parent.variable) for parent in executed if hasattr(parent, "variable")}
 
 
 def accumulates(leaf: Tensor) -> bool:

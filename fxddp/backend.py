@@ -145,10 +145,9 @@ class Backend:
             scope is None or not scope.isdisjoint(binding.ids) for scope in self._local_scopes
         )
 
-    @property
-    def under_no_sync(self) -> bool:
-        """Whether all models of this backend are under `no_sync` here and now."""
-        return None in self._local_scopes
+    def under_no_sync(self, parameters: Collection[int]) -> bool:
+        """Whether all these parameters are under one `no_sync` here and now."""
+        return any(scope is None or scope.issuperset(parameters) for scope in self._local_scopes)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:

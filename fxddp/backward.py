@@ -12,7 +12,7 @@ An exception in between leaves no trace: `.grad`s that were taken are put back a
 autograd drops the callback it will not run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -68,11 +68,15 @@ class Backward:
 
     # --- called by a node's run (reduction.py) -----------------------------------------------
 
-    def enter(self, call: "Call") -> None:
-        """Notes that a compiled node of this backward starts."""
+    def follow(self, call: "Call") -> None:
+        """What this backward accumulates is reduced if this call synchronises, or another one."""
         self._calls += 1
         self.group = call.group
         self.record.sync = self.record.sync or call.sync
+
+    def enter(self, call: "Call") -> None:
+        """Notes that a compiled node of this backward starts."""
+        self.follow(call)
         if not call.binding.explored:
             call.binding.explored = True
             if not self._explored:
@@ -148,7 +152,7 @@ class Backward:
             self._local[identity] = parameter
             return
         group = self.group or self.backend.lookup()
-        if group is None or not self.synchronises:
+        if group is None or not self._synchronises({identity}):
             return
         self.group = group
         self.backend.watch.meet([parameter], group)
@@ -159,10 +163,9 @@ class Backward:
             group.all_reduce(flat).wait()
             grad.copy_(flat.view(grad.shape))
 
-    @property
-    def synchronises(self) -> bool:
-        """Whether what is accumulated outside of the graphs will be reduced in this backward."""
-        return self.record.sync if self._calls else not self.backend.under_no_sync
+    def _synchronises(self, accumulated: Collection[int]) -> bool:
+        """Whether what was accumulated outside of the graphs, for these parameters, is reduced in this backward."""
+        return self.record.sync if self._calls else not self.backend.under_no_sync(accumulated)
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -182,7 +185,7 @@ class Backward:
         for stranger in self._strangers:
             if stranger.grad is not None:
                 self._local[id(stranger)] = stranger
-        if self.synchronises:
+        if self._synchronises(self._local.keys()):
             self.record.sync = True
             group = self.group or backend.lookup()
             for parameter in backend.watch.take_pending():

@@ -86,7 +86,7 @@ class Bindings:
 class Call:
     """One forward of one graph, as its backward finds it."""
 
-    __slots__ = ("backend", "binding", "group", "parameters", "sync", "undefined")
+    __slots__ = ("backend", "binding", "creates_graph", "group", "parameters", "sync", "undefined")
 
     def __init__(
         self, backend: "Backend", binding: Binding, parameters: tuple[Tensor, ...], group: Group, sync: bool
@@ -97,6 +97,7 @@ class Call:
         self.group = group
         self.sync = sync
         self.undefined: frozenset[int] = frozenset()
+        self.creates_graph = False
 
     def parameters_by_bucket(self, plan: BucketPlan) -> list[tuple[Tensor, ...]]:
         """The parameters of each bucket of a plan."""
@@ -108,6 +109,7 @@ class Call:
             raise RuntimeError(COMPILED_AUTOGRAD)
         missing = [i for i, gradient in enumerate(gradients) if gradient is None]
         self.undefined = frozenset(missing)
+        self.creates_graph = _compat.creates_graph()
         executor.announce(self)
 
 

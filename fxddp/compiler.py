@@ -83,6 +83,7 @@ class Compilation:
             keep=settings.keep_graphs,
         )
         mutated = _compat.mutated_inputs()
+        _compat.forbid_donation()
         if not settings.run_backward:
             backward = SplitBackward(rewritten.program, (), mutated)
         elif settings.split or not rewritten.plan.buckets:

@@ -8,7 +8,8 @@ gradients, as under DistributedDataParallel, with the collectives of one normal 
 
 A gradient goes back through autograd instead
   * local and unscaled: if the parameter has tensor hooks (they see the local gradient), is not a leaf or not an
-    `nn.Parameter` any more, or the backward accumulates only somewhere (`autograd.grad`, `backward(inputs=…)`);
+    `nn.Parameter` any more, or the backward accumulates only somewhere (`autograd.grad`, `backward(inputs=…)`) or
+    makes a graph of its own (`create_graph=True`);
   * reduced: if the user hooked its accumulation (optimizer in backward);
   * not at all: if no output it depends on got a gradient (AOTAutograd fills zeros), or it was frozen meanwhile.
 """
@@ -16,6 +17,7 @@ A gradient goes back through autograd instead
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import starmap
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +91,10 @@ def execute(artifact: "SplitBackward", inputs: list[Any]) -> list[Any]:
 
     call = _take()
     program = artifact.program
-    if call is None or _compat.restricted_to() is not None:
+    restricted = _compat.restricted_to()
+    if call is None or restricted is not None or call.creates_graph:
+        if call is not None and (restricted is None or not restricted.isdisjoint(call.binding.ids)):
+            call.backend.backward().follow(call)
         flats = _Flats(program)
         values = run_pieces(artifact, inputs, 1.0, flats.keep)
         return [flats.view(ref) if isinstance(ref, tuple) else values[i] for i, ref in enumerate(program.outputs)]
@@ -144,10 +149,7 @@ def run_pieces(
 def bucket_views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     """The gradients in a flat bucket, each in its parameter's shape and strides."""
     with _compat.below_autograd():
-        return [
-            flat.as_strided(grad.shape, grad.stride, offset)
-            for grad, offset in zip(bucket.grads, bucket.offsets, strict=True)
-        ]
+        return list(starmap(flat.as_strided, bucket.places))
 
 
 class _Flats:
@@ -164,8 +166,7 @@ class _Flats:
         flat = self._flats[where[0]]
         assert flat is not None
         bucket = self._buckets[where[0]]
-        grad = bucket.grads[where[1]]
-        view = flat.as_strided(grad.shape, grad.stride, bucket.offsets[where[1]])
+        view = flat.as_strided(*bucket.places[where[1]])
         return view if len(bucket.grads) == 1 else view.clone()
 
 

@@ -13,6 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -43,11 +44,11 @@ class GradSpec:
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bucket:
     """Gradients of one dtype on one device that are packed into one flat buffer and reduced by one collective.
 
-    A bucket may hold zero bytes, when all its gradients are empty.
+    A bucket may hold zero bytes, when all its gradients are empty. What follows from its fields is computed once.
     """
 
     index: int  # position in the plan, which is the order of launches
@@ -63,20 +64,25 @@ class Bucket:
         """Device of the flat buffer."""
         return self.grads[0].device
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements in the flat buffer."""
         return sum(grad.numel for grad in self.grads)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes in the flat buffer."""
         return self.numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """First element of each gradient in the flat buffer: packed in order, without gaps."""
         return tuple(itertools.accumulate((grad.numel for grad in self.grads[:-1]), initial=0))
+
+    @cached_property
+    def places(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
+        """Shape, strides and offset of each gradient in the flat buffer: the arguments of `as_strided`."""
+        return tuple((g.shape, g.stride, offset) for g, offset in zip(self.grads, self.offsets, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,8 @@ def _assign(graph: fx.Graph) -> list[list[fx.Node]]:
         pieces[piece_of[node]].append(node)
         if is_send(node):
             pieces.append([])
-    if len(pieces) > 1 and all(node.op == "get_attr" for node in pieces[-1]):
+    returned = graph.output_node().all_input_nodes
+    if len(pieces) > 1 and all(node.op == "get_attr" and node not in returned for node in pieces[-1]):
         pieces.pop()
     return pieces
 

@@ -88,7 +88,12 @@ def total(*several: Mapping[str, Tensor | None]) -> Gradients:
 
 
 def expect_equal(got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], what: str, tol: float = 0.0) -> None:
-    """Raises unless all tensors are equal: bit by bit, or relative to the largest value."""
+    """Raises unless all tensors are equal: bit by bit, or relative to the largest value.
+
+    The order in which more than two ranks are added depends on a gradient's place in its bucket.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 2:
+        tol = max(tol, 1e-5)
     assert got.keys() == expected.keys(), f"{what}: {sorted(got)}, expected {sorted(expected)}"
     wrong = []
     for name, want in expected.items():

@@ -798,7 +798,7 @@ def two_models_with_one_backend(ctx: Context, i: int) -> None:
     no_ddp="reduces only the first backward of a forward",
 )
 def second_backward_through_a_retained_graph(ctx: Context, i: int) -> None:
-    # A batch size of its own: torch's cache of kernels ignores that setting, so those of another scenario would be wrong.
+    # A batch size of its own: torch's cache of kernels ignores that setting, another scenario's would be wrong here.
     loss = mean_square(ctx.model(ctx.normal(i, 7, 16)))
     ctx.opt.zero_grad()
     ctx.backward(loss, retain_graph=True)

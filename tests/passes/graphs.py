@@ -177,6 +177,13 @@ def capture(model: Callable[..., Any], *inputs: Any, **options: Any) -> Captured
     return found
 
 
+def compile_piece(piece: fx.GraphModule, arguments: dict[str, Any]) -> Callable[..., Any]:
+    """Compiles a piece with inductor; `arguments` are those that inductor passes to its inner compiler."""
+    values = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
+    compiled = _compat.inductor_piece(piece, values, arguments)
+    return lambda *values: compiled(list(values))
+
+
 def train_with_inductor(
     model: nn.Module, *inputs: Any, cap: int = 1, backward: Callable[[Any], None] = sum_backward
 ) -> list[Rewritten]:
@@ -208,11 +215,6 @@ def train_with_inductor(
 
         with _compat.functorch_settings(enable_autograd_cache=False), torch.enable_grad():
             return compile_fx(gm, examples, inner_compile=compile_graph)
-
-    def compile_piece(piece: fx.GraphModule, arguments: dict[str, Any]) -> Callable[..., Any]:
-        values = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
-        compiled = _compat.inductor_piece(piece, values, arguments)
-        return lambda *values: compiled(list(values))
 
     with fresh_dynamo():
         backward(torch.compile(model, backend=backend)(*inputs))
@@ -440,7 +442,10 @@ def random_inputs(gm: fx.GraphModule, seed: int = 0, **sizes: int) -> list[Any]:
 
 def concrete(size: Any, sizes: Mapping[str, int]) -> int:
     """A size with its symbols' values put in."""
-    return int(size.node.expr.subs(sizes)) if isinstance(size, torch.SymInt) else size
+    if not isinstance(size, torch.SymInt):
+        return size
+    expression = size.node.expr
+    return int(expression.xreplace({symbol: sizes[str(symbol)] for symbol in expression.free_symbols}))
 
 
 def assert_same(found: Sequence[Any], expected: Sequence[Any]) -> None:
@@ -508,7 +513,8 @@ def backwards(draw: st.DrawFn, *, writes: bool = False) -> Drawn:
         elif buffers and operation == "view":
             buffers.append(builder.call(aten.t.default, draw(st.sampled_from(buffers))))
         elif buffers:
-            builder.call(aten.mul_.Tensor, draw(st.sampled_from(buffers)), pick((2, 2), ()))
+            builder.call(aten.mul_.Tensor, draw(st.sampled_from(buffers)), nodes[0])
+            nodes[0] = builder.call(aten.sin.default, pick((2, 2)))  # another factor next time
     outputs = draw(st.lists(st.none() | st.sampled_from(nodes), min_size=1, max_size=8))
     mine = {i: node for i, node in enumerate(outputs) if node is not None and draw(st.integers(0, 3))}
     turned: dict[int, tuple[int, ...]] = {
