@@ -83,7 +83,7 @@ def test_plans_cannot_be_changed() -> None:
     for thing, field in ((plan, "cap"), (plan.buckets[0], "index"), (plan.grads[0], "ready")):
         with pytest.raises(FrozenInstanceError):
             setattr(thing, field, 1)
-        with pytest.raises(FrozenInstanceError):
+        with pytest.raises((FrozenInstanceError, TypeError)):
             thing.something_new = 1
 
 

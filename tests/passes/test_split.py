@@ -372,12 +372,12 @@ class Counting(torch.autograd.Function):
     """Counts its backwards in a buffer that the gradient depends on."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, count: Tensor) -> Tensor:
         ctx.count = count
         return x.sin()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         scaled = grad * ctx.count
         ctx.count.add_(1)
         return scaled, None
