@@ -37,8 +37,18 @@ class Backend:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._running: dict[int, Backward] = {}
         self._local_scopes: list[frozenset[int] | None] = []
-        self.__name__ = "fxddp"
         listen()
+
+    @property
+    def __name__(self) -> str:
+        """`torch.compile` asks for it before anything else: the one moment to learn of a model it may never compile.
+
+        Dynamo compiles nothing of `nn.Sequential(…).compile(…)`, of any class of torch's own compiled in place, and of
+        whatever comes after its recompile limit, and tells nobody.
+        """
+        for module in _modules_in([_compat.being_compiled()]):
+            self.adopt(module)
+        return "fxddp"
 
     def __repr__(self) -> str:
         settings = self.settings
@@ -97,21 +107,19 @@ class Backend:
 
     def adopt(self, module: nn.Module) -> None:
         """Takes responsibility for all parameters of a module, whether or not a graph will cover them."""
-        if self.remember(module):
-            for name, parameter in module.named_parameters():
-                self.watch.add(parameter, name)
+        self.remember(module)
+        for name, parameter in module.named_parameters():
+            self.watch.add(parameter, name)
 
-    def remember(self, module: nn.Module) -> bool:
-        """Takes names from this module from now on; False if it did already."""
-        if any(reference() is module for reference in self._modules):
-            return False
-        self._modules.append(weakref.ref(module))
-        return True
+    def remember(self, module: nn.Module) -> None:
+        """Takes names from this module from now on."""
+        if all(reference() is not module for reference in self._modules):
+            self._modules.append(weakref.ref(module, self._modules.remove))
 
     def known_tensors(self, owners_of: Collection[int] | None = None) -> list[tuple[str, Tensor]]:
         """Named parameters and buffers of the modules this backend knows: of all, or of the owners of these ids."""
         found: dict[int, tuple[str, Tensor]] = {}
-        for reference in self._modules:
+        for reference in list(self._modules):
             module = reference()
             if module is not None and (owners_of is None or any(id(p) in owners_of for p in module.parameters())):
                 for name, tensor in (*module.named_parameters(), *module.named_buffers()):

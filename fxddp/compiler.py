@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ class Compilation:
             cap=settings.cap,
             first_cap=settings.first_cap,
             group_name=name,
+            inputs=inputs,
             keep=settings.keep_graphs,
         )
         mutated = _compat.mutated_inputs()
@@ -93,7 +95,8 @@ class Compilation:
             backward.whole = _compile(inner, rewritten.gm)
             backward.group_name, backward.group_size = name, size
             with _compat.saved_context() as again:
-                backward.local = partial(_compile_later, again, inner, rewritten.pieces)
+                # settings live in a context of their own per thread: autograd's CUDA threads see none of this one's
+                backward.local = partial(copy_context().run, _compile_later, again, inner, rewritten.pieces)
         if settings.keep_graphs:
             backward.rewritten = rewritten
         return backward.announce()

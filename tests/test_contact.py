@@ -523,3 +523,37 @@ def test_a_parameter_of_the_loss(pool: Pool):
     for kind, message in pool.run(stand_alone_loss, differs=True):
         assert kind == "RanksDisagree", message
         assert "<parameter of shape (1,)> on rank 1 differs from rank 0's" in message
+
+
+# ---- modules that torch.compile leaves alone without a word ----------------------------------------------------------------
+
+
+def left_alone(rank: int, world: int, how: str) -> None:
+    def inner() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 4))
+
+    backend = fxddp.backend(SMALL, first_bucket_mb=SMALL, inner="aot_eager")
+    module = seeded(0, inner)
+    model: Any = module
+    if how == "class of torch":  # module.compile() of such a class compiles nothing
+        module.compile(backend=backend)
+    else:  # Dynamo has had enough of this class
+        for width in range(5, 15):
+            model = torch.compile(module := seeded(0, lambda: Mlp(width)), backend=backend)  # noqa: B023
+            loss_of(model, 0).backward()
+            module.zero_grad()
+        expect(len(backend.plans) == 8, f"{len(backend.plans)} graphs: this tests nothing")
+    compiled_before = len(backend.plans)
+    for i in range(2):
+        step(module, model, f"step {i}", lambda m: loss_of(m, i))
+        expect(backend.stats().last.uncovered_bytes == sum(p.nbytes for p in module.parameters()), f"{backend.stats().last}")
+    module.zero_grad()
+    with fxddp.no_sync(model) if how == "class of torch" else backend.no_sync():
+        loss_of(model, 5).backward()
+    expect_equal(gradients(module), local_gradients(module, lambda m: loss_of(m, 5)), "no_sync")
+    expect(len(backend.plans) == compiled_before, "something was compiled: this tests nothing")
+
+
+@pytest.mark.parametrize("how", ["class of torch", "too many compiled"])
+def test_a_module_of_which_nothing_is_compiled_is_known(pool: Pool, how: str):
+    pool.run(left_alone, how)
