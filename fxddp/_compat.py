@@ -218,6 +218,13 @@ def inductor_config_keys() -> frozenset[str]:
     return frozenset(config.get_config_copy())
 
 
+def cudagraphs_enabled() -> bool:
+    """Whether inductor's global settings ask for CUDA graphs."""
+    from torch._inductor import config
+
+    return bool(config.triton.cudagraphs)
+
+
 def inductor_mode(mode: str, dynamic: bool | None = None) -> dict[str, Any]:
     """Inductor settings behind one of `torch.compile`'s modes."""
     from torch._inductor import list_mode_options
@@ -373,6 +380,12 @@ def accumulates(leaf: Tensor) -> bool:
     with torch.enable_grad():
         node: Any = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def keep_until_read(tensor: Tensor) -> None:
+    """Keeps a CUDA tensor's memory from being used again before what this stream does with it is done."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def flatten(values: Any) -> list[Any]:

@@ -43,6 +43,7 @@ class Agreement:
         self._settled: dict[tuple[int, ...], Layout] = {}
         self._quick: weakref.WeakKeyDictionary[Binding, dict[Any, Layout | None]] = weakref.WeakKeyDictionary()
         self._seen: dict[int, str] = {}
+        self._ways: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self._ambiguous = False
 
@@ -97,12 +98,21 @@ class Agreement:
         quick[case] = result
         return result
 
-    def settle_uncovered(self, parameters: Sequence[Tensor], group: "Group") -> tuple[int, ...]:
-        """Settles which parameters are reduced outside of the graphs in this backward; returns their order, by id."""
+    def settle_uncovered(self, parameters: Sequence[Tensor], group: "Group", after: tuple[int, ...]) -> tuple[int, ...]:
+        """Settles which parameters are reduced outside of the graphs in this backward; returns their order, by id.
+
+        Args:
+            parameters: in this rank's order; possibly none.
+            group: the ranks.
+            after: what this backward has reduced before; what came after that in an earlier one may not be what comes
+                on the other ranks now.
+        """
         self._renew(group)
         key = (-2, *map(id, parameters))
-        if key in self._settled and not self._ambiguous:
-            return self._settled[key][0]
+        ways = self._ways.setdefault(after, set())
+        ways.add(key)
+        if len(ways) == 1 and (not parameters or (key in self._settled and not self._ambiguous)):
+            return self._settled[key][0] if parameters else ()
         backend = self._backend()
         assert backend is not None
         layout = [[[backend.watch.name(p), list(p.shape), str(p.dtype)] for p in parameters]]
@@ -122,6 +132,10 @@ class Agreement:
                 self._seen.pop(identity, None)
                 for key in [key for key in self._settled if identity in key]:
                     del self._settled[key]
+                for after, ways in list(self._ways.items()):
+                    ways -= {way for way in ways if identity in way}
+                    if not ways or identity in after:
+                        del self._ways[after]
 
             if identity not in self._alive:
                 self._alive[identity] = weakref.ref(parameter, forget)
@@ -134,6 +148,7 @@ class Agreement:
             self._settled.clear()
             self._quick.clear()
             self._seen.clear()
+            self._ways.clear()
             self._ambiguous = False
 
     def _note(self, used: tuple[int, ...]) -> None:
@@ -151,8 +166,8 @@ class Agreement:
         if not before:
             return
         known = set(before[-1][before[-1].index(-1) + 1 :])
-        gone = [backend.watch.names_of(i) for i in sorted(known - set(used))]
-        come = [backend.watch.names_of(i) for i in sorted(set(used) - known)]
+        gone = sorted(map(backend.watch.names_of, known - set(used)))
+        come = sorted(map(backend.watch.names_of, set(used) - known))
         raise RuntimeError(
             f"static_graph=True, but the parameters that get gradients changed: came {come}, went {gone}. Keep the "
             f"set the same in "

@@ -1,5 +1,6 @@
 """The Dynamo backend: `torch.compile(model, backend=fxddp.backend(…))`."""
 
+import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,6 +37,7 @@ class Backend:
         self.sites: list[Site] = []
         self._modules: list[weakref.ref[nn.Module]] = []
         self._running: dict[int, Backward] = {}
+        self._lock = threading.Lock()
         self._local_scopes: list[frozenset[int] | None] = []
         listen()
 
@@ -116,14 +118,21 @@ class Backend:
         if all(reference() is not module for reference in self._modules):
             self._modules.append(weakref.ref(module, self._modules.remove))
 
-    def known_tensors(self, owners_of: Collection[int] | None = None) -> list[tuple[str, Tensor]]:
-        """Named parameters and buffers of the modules this backend knows: of all, or of the owners of these ids."""
+    def known_tensors(self, owners_of: Mapping[int, str] | None = None) -> list[tuple[str, Tensor]]:
+        """Named parameters and buffers of the modules this backend knows.
+
+        Args:
+            owners_of: only of the modules with one of these parameters, names by id; in an order that depends on these
+                names alone.
+        """
+        modules = [module for reference in list(self._modules) if (module := reference()) is not None]
+        if owners_of is not None:
+            owned = [(sorted(owners_of[id(p)] for p in m.parameters() if id(p) in owners_of), m) for m in modules]
+            modules = [module for names, module in sorted(owned, key=lambda pair: pair[0]) if names]
         found: dict[int, tuple[str, Tensor]] = {}
-        for reference in list(self._modules):
-            module = reference()
-            if module is not None and (owners_of is None or any(id(p) in owners_of for p in module.parameters())):
-                for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                    found.setdefault(id(tensor), (name, tensor))
+        for module in modules:
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                found.setdefault(id(tensor), (name, tensor))
         return list(found.values())
 
     def _adopt_modules_of(self, gm: fx.GraphModule) -> None:
@@ -138,9 +147,10 @@ class Backend:
     def backward(self) -> Backward:
         """The running backward."""
         task = _compat.task_id()
-        running = self._running.get(task)
-        if running is None:
-            running = self._running[task] = Backward(self, task)
+        with self._lock:  # autograd has a thread for each device
+            running = self._running.get(task)
+            if running is None:
+                running = self._running[task] = Backward(self, task)
         return running
 
     def forget(self, backward: Backward) -> None:

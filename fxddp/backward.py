@@ -13,7 +13,6 @@ autograd drops the callback it will not run.
 """
 
 from collections.abc import Collection, Sequence
-from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from .group import Group
 
 _grad = attrgetter("grad")
-DRAIN = timedelta(seconds=30)
 
 
 class Launched:
@@ -56,6 +54,7 @@ class Backward:
         self.group: Group | None = None
         self.over = False
         self._calls = 0
+        self._reduced: tuple[int, ...] = ()
         self._launched: list[Launched] = []
         self._deferred: list[tuple[Launched, Bucket, Tensor]] = []
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}
@@ -77,6 +76,8 @@ class Backward:
     def enter(self, call: "Call") -> None:
         """Notes that a compiled node of this backward starts."""
         self.follow(call)
+        if call.sync:
+            self._reduced += (call.binding.number,)
         if not call.binding.explored:
             call.binding.explored = True
             if not self._explored:
@@ -155,6 +156,8 @@ class Backward:
         if group is None or not self._synchronises({identity}):
             return
         self.group = group
+        self.backend.agreement.settle_uncovered([parameter], group, self._reduced)
+        self._reduced += (identity,)
         self.backend.watch.meet([parameter], group)
         grad = parameter.grad
         assert grad is not None
@@ -191,8 +194,8 @@ class Backward:
             for parameter in backend.watch.take_pending():
                 if id(parameter) not in self._taken and parameter.grad is not None:
                     self._local[id(parameter)] = parameter
-            if self._local and group is not None:
-                backend.watch.reduce(list(self._local.values()), group, self.record)
+            if group is not None:
+                backend.watch.reduce(list(self._local.values()), group, self.record, self._reduced)
         else:
             backend.watch.keep_pending(self._local.values())
         for launched, bucket, flat in self._deferred:
@@ -228,6 +231,7 @@ class Backward:
             if taken and id(parameter) in taken:
                 _, old = taken.pop(id(parameter))
                 old.copy_(view)
+                _compat.keep_until_read(view)
                 parameter.grad = old if current is None else old.add_(current)
             elif current is None:
                 parameter.grad = view
@@ -244,11 +248,8 @@ class Backward:
         self._taken.clear()
         self._aside.clear()
         for launched in self._launched:
-            if launched.work is not None:
-                try:
-                    launched.work.wait(DRAIN)
-                except RuntimeError:  # the other ranks may be gone; what matters is the error that brought us here
-                    break
+            if launched.work is not None and self.group is not None:
+                self.group.drain(launched.work)
         self._launched.clear()
         self._deferred.clear()
         self.backend.forget(self)

@@ -5,6 +5,7 @@ the set of parameters a graph was called with; a `Call` is one forward. The call
 node of its results, as a pre-hook, which runs right before the compiled backward and sees which outputs got a gradient.
 """
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from operator import itemgetter
@@ -28,10 +29,14 @@ def getter(positions: Sequence[int]) -> Any:
     return itemgetter(*positions) if positions else lambda values: ()
 
 
+_numbers = itertools.count(1)
+
+
 class Binding:
     """The parameters that one compiled graph is called with, remembered without keeping them alive."""
 
     def __init__(self, positions: tuple[int, ...], parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+        self.number = -next(_numbers)  # never that of another binding, nor an id
         self.ids = tuple(map(id, parameters))
         self.names = tuple(names)
         self.foreign = any(not isinstance(p, nn.Parameter) or not p.is_leaf for p in parameters)

@@ -40,6 +40,11 @@ class Compilation:
         settings = self._settings
         with loading(self._receive):
             if settings.inductor:
+                if _compat.cudagraphs_enabled():
+                    raise ValueError(
+                        "torch._inductor.config.triton.cudagraphs is True, and fxddp does not support CUDA graphs yet: "
+                        "set it to False"
+                    )
                 return _compat.inductor_compile(
                     gm,
                     inputs,

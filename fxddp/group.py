@@ -1,6 +1,8 @@
 """The process group a backend reduces over, looked up when it is needed: names and groups do not outlive each other."""
 
 import os
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -8,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _compat
+
+DRAIN = timedelta(seconds=30)
 
 
 class Group:
@@ -41,11 +45,22 @@ class Group:
         """Overwrites `tensor` with the group's first rank's."""
         dist.broadcast(tensor, group=self.process_group, group_src=0)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Everybody's `value`, by rank."""
+    def gather_objects(self, value: Any, device: torch.device | None = None) -> list[Any]:
+        """Everybody's `value`, by rank; on NCCL it travels through `device`, by default the current one."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
+        with torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext():
+            dist.all_gather_object(values, value, group=self.process_group)
         return values
+
+    def drain(self, work: Any) -> None:
+        """Waits for launched work that nobody will use, for a while at most.
+
+        NCCL's work runs on its own stream and holds its tensors until it is done: there is nothing to wait for, and a
+        wait that times out would abort the communicator.
+        """
+        if self.backend_name == "gloo":
+            with suppress(RuntimeError):  # the other ranks may be gone; what matters is the error that brought us here
+                work.wait(DRAIN)
 
     def store(self, prefix: str) -> dist.Store:
         """A key-value store shared by the members, with keys of its own."""

@@ -49,12 +49,13 @@ class Replica:
         if not fresh:
             return
         kinds = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in fresh.values()]
-        everyone = group.gather_objects(kinds)
+        device = next(iter(fresh.values()))[1].device
+        everyone = group.gather_objects(kinds, device)
         for rank, theirs in enumerate(everyone):
             _compare(rank, theirs, everyone[0])
         if send and group.size > 1:
             late = self._send(list(fresh.values()), group, set(used))
-            for rank, names in enumerate(group.gather_objects(late)):
+            for rank, names in enumerate(group.gather_objects(late, device)):
                 if names:
                     raise RanksDisagree(
                         f"{names[0]} on rank {rank} differs from rank 0's, but this step has already computed with it "

@@ -1,5 +1,7 @@
 """One compiled Dynamo graph, as Dynamo calls it: knows its parameters, meets the other ranks, marks its backward."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -90,15 +92,19 @@ class Site:
         watch = self.backend.watch
         for position, parameter in zip(self.trained, parameters, strict=True):
             watch.add(parameter, self.names[position])
-        return self._bindings.add(parameters, [watch.name(p) for p in parameters])
+        names = [watch.name(p) for p in parameters]
+        if len(set(names)) < len(names):  # several models of one class
+            names = [self.names[position] for position in self.trained]
+        return self._bindings.add(parameters, names)
 
     def _meet(self, binding: Binding, arguments: Sequence[Any], group: "Group") -> None:
         """First contact of these parameters with the other ranks: rank 0's weights and buffers win."""
         backend = self.backend
-        named = backend.known_tensors(owners_of=frozenset(binding.ids))  # other modules may be known on this rank alone
+        here = {id(arguments[position]): name for position, name in self.names.items()}
+        named = backend.known_tensors(owners_of=here)  # other modules may be known on this rank alone
         named += [
             (self.names[position], arguments[position])
-            for position in sorted(self.names)
+            for position in sorted(self.names, key=lambda position: (self.names[position], position))
             if isinstance(arguments[position], Tensor)
         ]
         fresh = any(backend.replica.is_new(tensor, group) for _, tensor in named)
@@ -116,6 +122,7 @@ def inspect(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str])
         names: qualified names by id of the real tensors, as far as modules are known.
     """
     named: dict[int, str] = {}
+    roots: dict[int, str] = {}
     trained: dict[int, Tensor] = {}
     buffers = []
     for position, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
@@ -127,11 +134,19 @@ def inspect(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str])
         if not parameter and not known and "_buffers[" not in source:
             continue
         named[position] = known or readable(source) or f"input {position}"
+        roots[position] = root(source)
         if not parameter:
             buffers.append(position)
         elif value.requires_grad:
             trained[position] = value
-    return Inputs(named, trained, tuple(buffers))
+    often = Counter(named.values())  # more than once for several models of one class
+    unique = {p: f"{roots[p]}.{name}" if often[name] > 1 else name for p, name in named.items()}
+    return Inputs(unique, trained, tuple(buffers))
+
+
+def root(source: str) -> str:
+    """`models[0]` from `L['models'][0]._modules['a']._parameters['weight']`."""
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", re.split(r"\._(?:modules|parameters|buffers)\[", source)[0])
 
 
 def readable(source: str) -> str:

@@ -132,14 +132,22 @@ class Watch:
         named = [(self.name(p), p) for p in parameters]
         backend.replica.contact(named, group, send=backend.settings.init_sync, used=map(id, parameters))
 
-    def reduce(self, parameters: Sequence[Tensor], group: "Group", record: "BackwardRecord") -> None:
-        """Averages the `.grad` of these parameters in place, packed by dtype and device up to a bucket's size."""
+    def reduce(
+        self, parameters: Sequence[Tensor], group: "Group", record: "BackwardRecord", after: tuple[int, ...]
+    ) -> None:
+        """Averages the `.grad` of these parameters in place, packed by dtype and device up to a bucket's size.
+
+        Called with none as well, at the end of every synchronised backward.
+        """
         backend = self._backend()
         assert backend is not None
+        if not parameters:
+            backend.agreement.settle_uncovered((), group, after)
+            return
         rank_order = {identity: i for i, identity in enumerate(self._names)}
         parameters = sorted(parameters, key=lambda p: rank_order.get(id(p), len(rank_order)))
         by_id = {id(p): p for p in parameters}
-        parameters = [by_id[identity] for identity in backend.agreement.settle_uncovered(parameters, group)]
+        parameters = [by_id[identity] for identity in backend.agreement.settle_uncovered(parameters, group, after)]
         self.meet(parameters, group)
         dense = []
         for parameter in parameters:
