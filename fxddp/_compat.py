@@ -424,6 +424,14 @@ below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispat
 """Inside, operators skip autograd: an alias made here is no view to it, and users may `detach_()` such a `.grad`."""
 
 
+def no_view(tensor: Tensor) -> Tensor:
+    """The same values in the same memory, not as a view."""
+    if not tensor._is_view():
+        return tensor
+    with below_autograd():
+        return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 def hooks_after_accumulation(parameter: Tensor) -> Any:
     """The parameter's post-accumulate-grad hooks by id, in call order; None if it has none."""
     return parameter._post_accumulate_grad_hooks

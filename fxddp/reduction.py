@@ -168,15 +168,7 @@ class Reduction(NodeRun):
         for position, ref in enumerate(program.outputs):
             if isinstance(ref, tuple):
                 members.append(self.by_bucket[ref[0]][ref[1]])
-                views.append(_plain(values[position]))
+                views.append(_compat.no_view(values[position]))
                 values[position] = None
         backward.launched_inside([bucket.nbytes for bucket in program.plan.buckets], views, members)
         return values
-
-
-def _plain(gradient: Tensor) -> Tensor:
-    """The gradient, not as a view: users may `detach_()` it."""
-    if not gradient._is_view():
-        return gradient
-    with _compat.below_autograd():
-        return gradient.as_strided(gradient.shape, gradient.stride(), gradient.storage_offset())

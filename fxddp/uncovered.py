@@ -8,8 +8,9 @@ parameters is seen for the first time.
 import gc
 import hashlib
 import weakref
-from collections.abc import Iterable, Sequence, Set
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -187,13 +188,13 @@ def _watched(parameter: Tensor) -> bool:
     return owner is not None and parameter in owner
 
 
-def _tracked_objects() -> list[object]:
+def _tracked_objects() -> list[Any]:
     if gc.get_freeze_count():  # what is frozen is not listed, and no parameter may be missed
         gc.unfreeze()
     return gc.get_objects()
 
 
-def _relatives(modules: Sequence[nn.Module], family: Set[int]) -> dict[int, tuple[str, Tensor]]:
+def _relatives(modules: Sequence[nn.Module], family: AbstractSet[int]) -> dict[int, tuple[str, Tensor]]:
     """All parameters of the outermost modules that hold one of this family, with their names, by id."""
     children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
     found: dict[int, tuple[str, Tensor]] = {}

@@ -124,12 +124,14 @@ def check_different(results: list[tuple[str, str]], kind: str) -> None:
         assert "All ranks must use the same parameters in a step" in message
 
 
-@pytest.mark.parametrize("seen", [False, True])
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_ranks_that_use_different_parameters(pool: Pool, kind: str, seen: bool):
-    if kind == "eager or not at all" and not seen:
-        return  # see the next test
-    check_different(pool.run(run_different, kind, seen, True), kind)
+def test_ranks_that_use_different_parameters(pool: Pool, kind: str):
+    check_different(pool.run(run_different, kind, True, True), kind)
+
+
+@pytest.mark.parametrize("kind", sorted(DIFFERENT.keys() - {"eager or not at all"}))
+def test_ranks_that_use_different_parameters_in_the_first_step(pool: Pool, kind: str):
+    check_different(pool.run(run_different, kind, False, True), kind)
 
 
 def test_ranks_that_use_different_parameters_unsplit(pool: Pool):
@@ -138,6 +140,27 @@ def test_ranks_that_use_different_parameters_unsplit(pool: Pool):
 
 def test_one_rank_of_three_uses_different_parameters(pool3: Pool):
     check_different(pool3.run(run_different, "compiled", True, True), "compiled")
+
+
+def first_time_on_one_rank(rank: int, world: int, kind: str) -> None:
+    make, loss, _ = DIFFERENT[kind]
+    module = seeded(0, make)
+    model, _ = compiled(module)
+    for i in range(2):
+        loss(model, 0, i).backward()
+    for i in range(2):
+        loss(model, rank, 5 + i).backward()
+
+
+@pytest.mark.parametrize("kind", ["compiled", "eager or not at all"])
+def test_a_rank_that_uses_other_parameters_for_the_first_time(tmp_path: Any, kind: str):
+    """The others go on with what was settled and cannot know better; the one that is alone notices, or they all do."""
+    with Pool(2, cache_dir=tmp_path, group_timeout=10) as pool:
+        errors = pool.run(first_time_on_one_rank, kind, expect_error=True)
+    assert "Hang" not in [error.type for error in errors if error]
+    assert errors[1].type == "RanksDisagree"
+    assert "rank 1 is about to reduce" in errors[1].message
+    assert DIFFERENT[kind][2][-1] in errors[1].message
 
 
 def one_backward_more(rank: int, world: int) -> None:

@@ -33,6 +33,10 @@ from tests.live.lab import (
 from tests.live.pool import Pool
 
 
+def square(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
 def from_rank_0(module: nn.Module) -> nn.Module:
     """An eager copy with rank 0's state."""
     module = copy.deepcopy(module)
@@ -129,6 +133,26 @@ def blocks_that_share_code(rank: int, world: int) -> None:
 
 def test_a_block_that_another_ones_code_serves(pool: Pool):
     pool.run(blocks_that_share_code)
+
+
+def two_models_in_one_function(rank: int, world: int) -> None:
+    """Two models of one class; rank 0 has met the second one first."""
+    raw = seeded(rank, lambda: nn.ModuleList([Mlp(), Mlp()]))
+    first, second = raw
+    backend = fxddp.backend(SMALL, first_bucket_mb=SMALL, inner="aot_eager")
+    if rank == 0:
+        with torch.no_grad():
+            loss_of(torch.compile(second, backend=backend), 0)
+    x = data(0, 6, 8)
+    expected: Any = from_rank_0(raw)
+    (square(expected[0](x)) + square(expected[1](x)) * 2).backward()
+    torch.compile(lambda: square(first(x)) + square(second(x)) * 2, backend=backend)().backward()
+    expect_equal(dict(raw.named_parameters()), dict(expected.named_parameters()), "weights")
+    expect_equal(gradients(raw), average(gradients(expected)), "gradients", tol=1e-6)
+
+
+def test_two_models_of_one_class_in_one_function(pool: Pool):
+    pool.run(two_models_in_one_function)
 
 
 class WithState(nn.Module):
