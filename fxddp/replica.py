@@ -24,11 +24,26 @@ class Replica:
 
     def __init__(self) -> None:
         self._done: dict[int, tuple[weakref.ref[Tensor], Group]] = {}
+        self._used: dict[int, weakref.ref[Tensor]] = {}
 
     def is_new(self, tensor: Tensor, group: "Group") -> bool:
         """True until `contact` met this tensor on this group."""
         reference, met = self._done.get(id(tensor), (None, None))
         return reference is None or reference() is not tensor or met is not group
+
+    def has_met(self, tensor: Tensor) -> bool:
+        """Whether `contact` met this tensor on some group."""
+        return id(tensor) in self._done
+
+    def note_use(self, tensors: Iterable[Tensor]) -> None:
+        """Notes that tensors are computed with before `contact` met them: where this rank may be the only one."""
+        for tensor in tensors:
+            identity = id(tensor)
+
+            def forget(_: object, identity: int = identity) -> None:
+                self._used.pop(identity, None)
+
+            self._used[identity] = weakref.ref(tensor, forget)
 
     def contact(
         self, tensors: Sequence[tuple[str, Tensor]], group: "Group", *, send: bool, used: Iterable[int] = ()
@@ -54,15 +69,17 @@ class Replica:
         for rank, theirs in enumerate(everyone):
             _compare(rank, theirs, everyone[0])
         if send and group.size > 1:
-            late = self._send(list(fresh.values()), group, set(used))
+            late = self._send(list(fresh.values()), group, {*used, *self._used})
             for rank, names in enumerate(group.gather_objects(late, device)):
                 if names:
                     raise RanksDisagree(
                         f"{names[0]} on rank {rank} differs from rank 0's, but this step has already computed with it "
-                        "outside of the compiled graphs. Start from equal weights on all ranks (the same seed, or a "
-                        "broadcast), or compile the whole module, so that fxddp can send rank 0's weights in time"
+                        "outside of the compiled graphs or in a graph where nothing trains. Start from equal weights "
+                        "on all ranks (the same seed, or a broadcast), or compile the whole module, so that fxddp can "
+                        "send rank 0's weights in time"
                     )
         for identity, (_, tensor) in fresh.items():
+            self._used.pop(identity, None)
 
             def forget(_: object, identity: int = identity) -> None:
                 self._done.pop(identity, None)

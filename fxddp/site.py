@@ -58,15 +58,22 @@ class Site:
         self.compilation = compilation
         self.graph = graph
         self._compiled = compiled
-        self._bindings = Bindings(self.trained)
+        frozen = tuple(p for p in sorted(inputs.names) if p not in inputs.trained and p not in inputs.buffers)
+        self._bindings = Bindings(self.trained or frozen)
         mutated = compilation.backward.mutated if compilation.backward is not None else ()
         self._buffers = getter([position for position in inputs.buffers if position in mutated])
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs the forward; called by Dynamo's code."""
-        if not self.trained or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return self._compiled(*arguments)
         backend = self.backend
+        if not self.trained:
+            parameters = self._bindings.pick(arguments)
+            if self._bindings.get(parameters) is None:
+                self._bindings.add(parameters, [""] * len(parameters))
+                backend.replica.note_use(p for p in parameters if not backend.replica.has_met(p))
+            return self._compiled(*arguments)
         group = backend.lookup()
         if group is None:
             return self._compiled(*arguments)

@@ -10,6 +10,7 @@ import hashlib
 import weakref
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,15 +101,14 @@ class Watch:
         """
         objects = _tracked_objects()
         running = [
-            thing
-            for thing in objects
-            if issubclass(type(thing), nn.Parameter)
-            and not _watched(thing)
-            and thing.requires_grad
-            and thing.is_leaf
-            and _compat.accumulates(thing)
+            parameter
+            for parameter in _instances(objects, nn.Parameter)
+            if not _watched(parameter)
+            and parameter.requires_grad
+            and parameter.is_leaf
+            and _compat.accumulates(parameter)
         ]
-        modules = [thing for thing in objects if issubclass(type(thing), nn.Module)]
+        modules = _instances(objects, nn.Module)
         names = _relatives(modules, self._refs.keys() | set(map(id, running)))
         unknown = {id(p): p for p in running}
         unknown |= {id(p): p for _, p in names.values() if not _watched(p) and type(p.data) is Tensor}
@@ -192,6 +192,18 @@ def _tracked_objects() -> list[Any]:
     if gc.get_freeze_count():  # what is frozen is not listed, and no parameter may be missed
         gc.unfreeze()
     return gc.get_objects()
+
+
+def _instances(objects: Sequence[object], kind: type) -> list[Any]:
+    """Those of this class or one derived from it. There may be millions of objects, so none is asked anything."""
+    classes: set[type] = set()
+    waiting = [kind]
+    while waiting:
+        one = waiting.pop()
+        if one not in classes:
+            classes.add(one)
+            waiting += one.__subclasses__()
+    return list(compress(objects, map(classes.__contains__, map(type, objects))))
 
 
 def _relatives(modules: Sequence[nn.Module], family: AbstractSet[int]) -> dict[int, tuple[str, Tensor]]:

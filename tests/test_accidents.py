@@ -1,4 +1,4 @@
-"""Exceptions in the middle of a step, interrupts and ranks that die: nothing is lost, nothing hangs, the next step is right."""
+"""Exceptions in a step, interrupts, ranks that die: nothing is lost, nothing hangs, the next step is right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import fxddp
 from fxddp.backward import Backward
 from fxddp.compiler import Compilation
 from tests.live.lab import (
-    SMALL,
     Gradients,
     Mlp,
     average,
@@ -30,9 +29,11 @@ from tests.live.lab import (
     expect_equal,
     gradients,
     launches,
+    local,
     local_gradients,
     loss_of,
     seeded,
+    small_backend,
 )
 from tests.live.pool import Pool
 
@@ -59,10 +60,6 @@ class Fuse:
         self.after -= 1
         if self.after == -1:
             raise self.kind("an accident")
-
-
-def local(module: nn.Module, *numbers: int) -> Gradients:
-    return local_gradients(module, *(partial(loss_of, i=i) for i in numbers))
 
 
 def check_accident(
@@ -92,7 +89,7 @@ def check_accident(
     expect(backend.stats().total == total + 1, f"{what}: the record of the next step")
 
 
-# ---- in a compiled piece -----------------------------------------------------------------------------------------------------
+# ---- in a compiled piece ---------------------------------------------------------------------------------------------
 
 
 def in_a_piece(rank: int, world: int, kind: Kind, split: bool) -> None:
@@ -176,7 +173,7 @@ def test_an_exception_in_the_forward(pool: Pool):
 
 
 def under_no_sync(rank: int, world: int) -> None:
-    """A backward that accumulates and fails leaves each gradient as it was or with its own contribution, as eager code does."""
+    """A backward that accumulates and fails leaves each gradient as it was or complete, as eager code does."""
     fuse = Fuse()
 
     def inner(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -213,7 +210,7 @@ def test_an_exception_under_no_sync(pool: Pool):
     pool.run(under_no_sync)
 
 
-# ---- around the pieces ---------------------------------------------------------------------------------------------------------
+# ---- around the pieces -----------------------------------------------------------------------------------------------
 
 
 class Interrupted(nn.Module):
@@ -363,7 +360,7 @@ def test_an_exception_among_graphs_that_share_a_weight(pool: Pool):
     pool.run(in_a_tied_weight)
 
 
-# ---- a rank that dies ------------------------------------------------------------------------------------------------------------
+# ---- a rank that dies ------------------------------------------------------------------------------------------------
 
 
 def die(rank: int, world: int, moment: str) -> None:
@@ -381,12 +378,12 @@ def die(rank: int, world: int, moment: str) -> None:
         return
     loss_of(model, 0).backward()
     if doomed and moment == "between launches":
-        module.fuse.burn = end  # type: ignore[method-assign, union-attr, assignment]
+        module.fuse.burn = end
     if doomed and moment == "before the backward":
         loss_of(model, 1)
         end()
     if doomed and moment == "at the end":
-        Backward._finish = end  # type: ignore[method-assign]
+        Backward._finish = end  # type: ignore[method-assign, assignment]
     loss_of(model, 1).backward()
     raise AssertionError("the step went through without the other rank")
 
@@ -401,7 +398,7 @@ def test_a_rank_that_dies(tmp_path: Path, moment: str):
     assert time.monotonic() - start < 60
 
 
-# ---- a backward that is compiled twice -------------------------------------------------------------------------------------------
+# ---- a backward that is compiled twice -------------------------------------------------------------------------------
 
 
 def compiled_twice(rank: int, world: int, inner: str, dynamic: bool) -> None:
@@ -420,14 +417,19 @@ def compiled_twice(rank: int, world: int, inner: str, dynamic: bool) -> None:
     try:
         for split in (True, False):
             module = seeded(0, Mlp)
-            backend = fxddp.backend(SMALL, first_bucket_mb=SMALL, inner=inner, split=split)
+            backend = small_backend(inner=inner, split=split)
             model = torch.compile(module, backend=backend, dynamic=dynamic)
             for i, size in enumerate((6, 5)):
                 module.zero_grad()
                 model(data(i, size, 8)).square().mean().backward()
                 expected = average(local_gradients(module, lambda m: m(data(i, size, 8)).square().mean()))  # noqa: B023
-                expect_equal(gradients(module), expected, f"{split=}, step {i}", tol=1e-5 if inner == "inductor" else 0.0)
-                expect(launches(backend)[-1] == sum(bool(b.nbytes) for b in backend.plans[-1].buckets), f"{launches(backend)}")
+                expect_equal(
+                    gradients(module), expected, f"{split=}, step {i}", tol=1e-5 if inner == "inductor" else 0.0
+                )
+                expect(
+                    launches(backend)[-1] == sum(bool(b.nbytes) for b in backend.plans[-1].buckets),
+                    f"{launches(backend)}",
+                )
     finally:
         Compilation._backward = original  # type: ignore[method-assign]
     expect(len(graphs) == (2 if dynamic else 4), f"{len(graphs)} backward graphs")
@@ -447,19 +449,21 @@ def compiled_again(rank: int, world: int, dynamic: bool) -> str:
         return gm
 
     module = seeded(0, Mlp)
-    backend = fxddp.backend(SMALL, first_bucket_mb=SMALL, inner=inner)
+    backend = small_backend(inner=inner)
     model = torch.compile(module, backend=backend, dynamic=dynamic)
     fuse.light(2)  # the forward, a piece, this one
     message = ""
     try:
         loss_of(model, 0)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (compilers wrap what they meet)
         message = str(error)
     for i in range(2):
         module.zero_grad()
         loss_of(model, i).backward()
         expect_equal(gradients(module), average(local(module, i)), f"step {i}")
-        expect(launches(backend)[-1] == buckets(backend), f"step {i}: {launches(backend)} for {buckets(backend)} buckets")
+        expect(
+            launches(backend)[-1] == buckets(backend), f"step {i}: {launches(backend)} for {buckets(backend)} buckets"
+        )
     return message
 
 

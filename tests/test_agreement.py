@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import fxddp
 from tests.live.lab import (
-    SMALL,
     Gradients,
     Mlp,
     average,
@@ -28,6 +27,7 @@ from tests.live.lab import (
     local_gradients,
     loss_of,
     seeded,
+    small_backend,
 )
 from tests.live.pool import Pool
 
@@ -39,7 +39,7 @@ def square(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
-# ---- ranks that use different parameters ------------------------------------------------------------------------------------
+# ---- ranks that use different parameters -----------------------------------------------------------------------------
 
 
 class Experts(nn.Module):
@@ -91,7 +91,7 @@ def head(model: Any, which: int, i: int) -> Tensor:
     return square(model(data(i, 6, 8))[which % 2])
 
 
-DIFFERENT: dict[str, tuple[type[nn.Module], Callable[[Any, int, int], Tensor], tuple[str, ...]]] = {
+DIFFERENT: dict[str, tuple[type[nn.Module], Callable[..., Tensor], tuple[str, ...]]] = {
     "compiled": (Experts, expert, ("experts.0.weight", "experts.1.weight")),
     "eager": (Experts, eager_expert, ("experts.0.weight", "experts.1.weight")),
     "eager or compiled": (Experts, eager_or_not, ("experts.0.weight",)),
@@ -109,7 +109,12 @@ def run_different(rank: int, world: int, kind: str, seen: bool, split: bool) -> 
         for i in range(6):
             module.zero_grad()
             loss(model, i % 2, i).backward()
-            expect_equal(gradients(module), average(local_gradients(module, partial(loss, which=i % 2, i=i))), f"step {i}", tol=1e-6)
+            expect_equal(
+                gradients(module),
+                average(local_gradients(module, partial(loss, which=i % 2, i=i))),
+                f"step {i}",
+                tol=1e-6,
+            )
     module.zero_grad()
     error = error_of(lambda: loss(model, which, 9).backward(), f"{kind}, {seen=}")
     expect(not backend._running, "the backward that failed is still running")
@@ -181,13 +186,13 @@ def test_a_rank_that_runs_one_more_backward_is_not_left_waiting(tmp_path: Any):
     assert "experts.1.weight" in error.message
 
 
-# ---- static_graph, find_unused_parameters -----------------------------------------------------------------------------------
+# ---- static_graph, find_unused_parameters ----------------------------------------------------------------------------
 
 
 def static_graph(rank: int, world: int) -> list[str]:
     messages = []
     for make, loss in ((Experts, expert), (Heads, head)):
-        module = seeded(0, make)  # type: ignore[arg-type]
+        module = seeded(0, make)
         model, backend = compiled(module, static_graph=True, find_unused_parameters=True)
         for i in range(3):
             module.zero_grad()
@@ -226,7 +231,7 @@ def test_find_unused_parameters_is_accepted(pool: Pool):
     pool.run(find_unused)
 
 
-# ---- ranks that compile another order -----------------------------------------------------------------------------------------
+# ---- ranks that compile another order --------------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -265,7 +270,7 @@ def other_order(rank: int, world: int, split: bool, bucket_mb: float) -> None:
     options = {"wide_first": rank == 1}
 
     def local(*numbers: int, **more: Any) -> Gradients:
-        return local_gradients(module, *(lambda m, i=i: branches(m, i, **options, **more) for i in numbers))  # type: ignore[misc]
+        return local_gradients(module, *(lambda m, i=i: branches(m, i, **options, **more) for i in numbers))
 
     for i in range(3):
         module.zero_grad()
@@ -294,8 +299,8 @@ def other_order(rank: int, world: int, split: bool, bucket_mb: float) -> None:
         expect_equal(gradients(module), average(local(5, left_out=left_out)), f"without output {left_out}", tol=1e-6)
 
     seen: dict[str, Tensor] = {}
-    module.branches[1].weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[operator]
-    module.branches[2].weight.register_post_accumulate_grad_hook(lambda p: seen.update(weight=p.grad.clone()))  # type: ignore[operator]
+    module.branches[1].weight.register_hook(lambda gradient: gradient * 2)
+    module.branches[2].weight.register_post_accumulate_grad_hook(lambda p: seen.update(weight=p.grad.clone()))
     for i in (6, 7):
         module.zero_grad()
         branches(model, i, **options).backward()
@@ -310,7 +315,7 @@ def module_names(module: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in module.named_parameters()}
 
 
-def layouts(backend: fxddp.Backend, module: nn.Module) -> list[list[Tensor]]:
+def layouts(backend: fxddp.Backend, module: nn.Module) -> list[list[nn.Parameter]]:
     """The parameters of each plan, in the order in which this rank compiled them."""
     found = []
     for site in backend.sites:
@@ -337,7 +342,7 @@ def same_class_in_another_order(rank: int, world: int, differs: bool) -> str:
     raw = [seeded(k, Mlp) for k in range(2)]
     both = nn.ModuleList(raw)
     first, second = raw
-    backend = fxddp.backend(SMALL, first_bucket_mb=SMALL, inner="aot_eager")
+    backend = small_backend()
     turned = differs and rank == 1
 
     def loss(x: Tensor) -> Tensor:
@@ -411,7 +416,7 @@ def test_eager_branches_in_another_order_that_hooks_wait_for(pool: Pool):
         assert re.search(r"only rank 0 has gradients of branches\.2\.", message) or "rank 1" in message
 
 
-# ---- what it costs --------------------------------------------------------------------------------------------------------------
+# ---- what it costs ---------------------------------------------------------------------------------------------------
 
 
 def settled(rank: int, world: int) -> None:

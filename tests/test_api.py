@@ -29,9 +29,10 @@ from tests.live.lab import (
     expect_equal,
     gradients,
     launches,
-    local_gradients,
+    local,
     loss_of,
     seeded,
+    small_backend,
 )
 from tests.live.pool import Pool
 
@@ -48,7 +49,7 @@ def forget_compiled_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process group of this process only."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -69,7 +70,7 @@ def test_public_names():
     assert re.fullmatch(r"\d+\.\d+\.\d+", fxddp.__version__)
 
 
-# ---- arguments --------------------------------------------------------------------------------------------------------
+# ---- arguments -------------------------------------------------------------------------------------------------------
 
 REFUSED = [
     ({"bucket_mb": 0}, r"bucket_mb must be a positive, finite number of MiB, got 0"),
@@ -111,7 +112,7 @@ def test_unknown_arguments_are_refused():
     with pytest.raises(TypeError, match="bucket_cap_mb"):
         fxddp.backend(bucket_cap_mb=25)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
-        fxddp.backend(25, 1)  # type: ignore[misc]
+        fxddp.backend(25, 1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -145,14 +146,14 @@ def test_repr_tells_the_settings():
 def test_options_of_torch_compile_reach_inductor_but_are_not_fxddps(alone: None):
     x = torch.randn(2, 8)
     with pytest.raises(Exception, match=r"options \['bucket_mb'\] belong to fxddp\.backend\(…\)"):
-        torch.compile(Mlp(), backend=fxddp.backend(inner="aot_eager"), options={"bucket_mb": 1})(x)  # type: ignore[dict-item]
+        torch.compile(Mlp(), backend=fxddp.backend(inner="aot_eager"), options={"bucket_mb": 1})(x)
     with pytest.raises(Exception, match=r"mode='reduce-overhead'.* is not supported yet"):
         torch.compile(Mlp(), backend=fxddp.backend(), mode="reduce-overhead")(x)
     with pytest.raises(Exception, match=r"options \['max_autotune'\] are inductor's, but inner='aot_eager'"):
         torch.compile(Mlp(), backend=fxddp.backend(inner="aot_eager"), options={"max_autotune": True})(x)
 
 
-# ---- by name ----------------------------------------------------------------------------------------------------------
+# ---- by name ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -163,13 +164,13 @@ def named() -> None:
 
 
 def test_by_name(named: None, alone: None):
-    options = {"bucket_mb": SMALL, "first_bucket_mb": SMALL, "inner": "aot_eager"}
+    options: Any = {"bucket_mb": SMALL, "first_bucket_mb": SMALL, "inner": "aot_eager"}
     first, second = Mlp(), Mlp()
     model = torch.compile(first, backend="fxddp", options=options)
     loss_of(model, 0).backward()
     backend = fxddp.backend_of(model)
     assert launches(backend) == [buckets(backend)] != [1]
-    expect_equal(gradients(first), local_gradients(first, lambda m: loss_of(m, 0)), "gradients")
+    expect_equal(gradients(first), local(first, 0), "gradients")
     again = torch.compile(second, backend="fxddp", options=dict(reversed(options.items())))
     assert fxddp.backend_of(again) is backend
     other = torch.compile(second, backend="fxddp", options=options | {"bucket_mb": 1})
@@ -177,7 +178,9 @@ def test_by_name(named: None, alone: None):
 
 
 def test_by_name_with_settings_of_inductor(named: None):
-    model = torch.compile(Mlp(), backend="fxddp", options={"bucket_mb": 2, "max_autotune": True, "epilogue_fusion": False})
+    model = torch.compile(
+        Mlp(), backend="fxddp", options={"bucket_mb": 2, "max_autotune": True, "epilogue_fusion": False}
+    )
     settings = fxddp.backend_of(model).settings
     assert settings.cap == 2 << 20
     assert settings.options == {"max_autotune": True, "epilogue_fusion": False}
@@ -191,7 +194,7 @@ def test_by_name_with_a_wrong_option(named: None):
         model(torch.randn(2, 8))
 
 
-# ---- backend_of -------------------------------------------------------------------------------------------------------
+# ---- backend_of ------------------------------------------------------------------------------------------------------
 
 
 def test_backend_of_whatever_was_compiled():
@@ -201,7 +204,7 @@ def test_backend_of_whatever_was_compiled():
     in_place = Mlp()
     in_place.compile(backend=backend)
     assert fxddp.backend_of(in_place) is backend
-    assert fxddp.backend_of(torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)) is backend
+    assert fxddp.backend_of(torch.compile(torch.square, backend=backend, fullgraph=True)) is backend
 
     @torch.compile(backend=backend)
     def step(x: Tensor) -> Tensor:
@@ -211,7 +214,8 @@ def test_backend_of_whatever_was_compiled():
     regional = nn.Sequential(nn.Linear(8, 8), Mlp())
     regional[1].compile(backend=other)
     assert fxddp.backend_of(regional) is other
-    assert fxddp.backend_of(nn.Sequential(nn.Linear(2, 2), torch.compile(Mlp(), backend=backend))) is backend
+    inner: Any = torch.compile(Mlp(), backend=backend)
+    assert fxddp.backend_of(nn.ModuleList([nn.Linear(2, 2), inner])) is backend
 
 
 @pytest.mark.parametrize(
@@ -224,7 +228,7 @@ def test_backend_of_something_else(model: Any):
         pass
 
 
-# ---- without other processes --------------------------------------------------------------------------------------------
+# ---- without other processes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -235,7 +239,7 @@ def test_without_a_process_group_it_trains_alone(split: bool):
         module.zero_grad()
         with backend.no_sync() if i else fxddp.no_sync(model):
             loss_of(model, i).backward()
-        expect_equal(gradients(module), local_gradients(module, lambda m: loss_of(m, i)), f"step {i}")
+        expect_equal(gradients(module), local(module, i), f"step {i}")
     assert backend.stats().total == 0
     assert buckets(backend) > 1
 
@@ -244,7 +248,7 @@ def test_a_group_of_one(alone: None):
     module = Mlp()
     model, backend = compiled(module)
     loss_of(model, 0).backward()
-    expect_equal(gradients(module), local_gradients(module, lambda m: loss_of(m, 0)), "gradients")
+    expect_equal(gradients(module), local(module, 0), "gradients")
     record = backend.stats().last
     assert record.sync
     assert record.launches == record.pieces == buckets(backend) > 1
@@ -278,7 +282,7 @@ def test_records_of_old_backwards_are_dropped(alone: None):
     assert len(backend.stats().backwards) == 64
 
 
-# ---- inner compilers --------------------------------------------------------------------------------------------------
+# ---- inner compilers -------------------------------------------------------------------------------------------------
 
 
 def test_a_callable_compiles_forward_and_every_piece(alone: None):
@@ -292,16 +296,16 @@ def test_a_callable_compiles_forward_and_every_piece(alone: None):
     module = Mlp()
     model, backend = compiled(module, inner=inner)
     loss_of(model, 0).backward()
-    expect_equal(gradients(module), local_gradients(module, lambda m: loss_of(m, 0)), "gradients")
+    expect_equal(gradients(module), local(module, 0), "gradients")
     assert len(graphs) == 1 + backend.stats().last.pieces
 
 
-# ---- what outlives what -------------------------------------------------------------------------------------------------
+# ---- what outlives what ----------------------------------------------------------------------------------------------
 
 
 def train_and_forget(rank: int, world: int, inner: str) -> None:
     """Models come and go while backend and compiled code live on."""
-    backend = fxddp.backend(SMALL, first_bucket_mb=SMALL, inner=inner)
+    backend = small_backend(inner=inner)
     kept: list[Any] = []
     for k in range(8):
         module = seeded(k, Mlp)
@@ -312,7 +316,7 @@ def train_and_forget(rank: int, world: int, inner: str) -> None:
         for i in range(2):
             module.zero_grad()
             loss_of(model, i).backward()
-            expected = average(local_gradients(module, lambda m: loss_of(m, i)))
+            expected = average(local(module, i))
             expect_equal(gradients(module), expected, f"model {k}, step {i}", tol=1e-5)
         if k % 3 == 0:  # the last that is known of it are gradients that were not synchronised
             with backend.no_sync():
@@ -352,25 +356,23 @@ def copy_save_and_reset(rank: int, world: int, path: str) -> None:
     expect(fxddp.backend_of(twin) is backend, "a copy has another backend")
     twin.zero_grad()
     loss_of(twin, 1).backward()
-    expect_equal(gradients(twin._orig_mod), average(local_gradients(module, lambda m: loss_of(m, 1))), "copy")
+    expect_equal(gradients(twin._orig_mod), average(local(module, 1)), "copy")
     expect_equal(gradients(module), before, "original")
     twin_of_raw = copy.deepcopy(module)
     twin_of_raw.zero_grad()
-    expect_equal(local_gradients(twin_of_raw, lambda m: loss_of(m, 2)), local_gradients(module, lambda m: loss_of(m, 2)), "eager")
+    expect_equal(local(twin_of_raw, 2), local(module, 2), "eager")
     expect(not any(p._post_accumulate_grad_hooks for p in twin_of_raw.parameters()), "a copy took hooks along")
 
-    # Saving whole modules and state works as before compiling, and what was saved is not larger than the weights.
-    for saved in (module, module.state_dict(), {name: p.grad for name, p in module.named_parameters()}):
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-        if saved is module:
-            expect_equal(dict(loaded.named_parameters()), dict(module.named_parameters()), "loaded module")
-            model2, backend2 = compiled(loaded)
-            loss_of(model2, 3).backward()
-            expect_equal(gradients(loaded), average(local_gradients(loaded, lambda m: loss_of(m, 3))), "loaded module")
-            expect(launches(backend2) == [buckets(backend2)], f"loaded module: {launches(backend2)}")
+    # Whole modules and state are saved and loaded as before compiling.
+    memory = io.BytesIO()
+    torch.save(module, memory)
+    memory.seek(0)
+    loaded = torch.load(memory, weights_only=False)
+    expect_equal(dict(loaded.named_parameters()), dict(module.named_parameters()), "loaded module")
+    anew, other = compiled(loaded)
+    loss_of(anew, 3).backward()
+    expect_equal(gradients(loaded), average(local(loaded, 3)), "loaded module")
+    expect(launches(other) == [buckets(other)], f"loaded module: {launches(other)}")
     file = Path(f"{path}.{rank}")
     torch.save(model.state_dict(), file)
     model.load_state_dict(torch.load(file))
@@ -380,12 +382,12 @@ def copy_save_and_reset(rank: int, world: int, path: str) -> None:
         torch._dynamo.reset()
         module.zero_grad()
         loss_of(model, 4).backward()
-        expect_equal(gradients(module), average(local_gradients(module, lambda m: loss_of(m, 4))), f"reset {attempt}")
+        expect_equal(gradients(module), average(local(module, 4)), f"reset {attempt}")
     torch._dynamo.reset()
     anew, other = compiled(module)
     module.zero_grad()
     loss_of(anew, 5).backward()
-    expect_equal(gradients(module), average(local_gradients(module, lambda m: loss_of(m, 5))), "another backend")
+    expect_equal(gradients(module), average(local(module, 5)), "another backend")
     expect(launches(other) == [buckets(other)], f"another backend: {launches(other)}")
 
 

@@ -1,4 +1,4 @@
-"""Everything that is not a plain `loss.backward()`: what is asked of autograd directly, retained graphs, hooks, unused outputs."""
+"""What is not a plain `loss.backward()`: asking autograd directly, retained graphs, hooks, unused outputs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.live.lab import (
     expect,
     expect_equal,
     gradients,
+    local,
     local_gradients,
     loss_of,
     seeded,
@@ -29,10 +30,6 @@ from tests.live.lab import (
 from tests.live.pool import Pool
 
 SPLITS = pytest.mark.parametrize("split", [True, False])
-
-
-def local(module: nn.Module, *numbers: int) -> Gradients:
-    return local_gradients(module, *(partial(loss_of, i=i) for i in numbers))
 
 
 def square(y: Tensor) -> Tensor:
@@ -56,11 +53,11 @@ def directly(rank: int, world: int, split: bool) -> None:
             with counted_collectives() as started:
                 found = torch.autograd.grad(loss_of(model, 2), list(module.parameters()))
                 expect_equal(dict(zip(wanted, found, strict=True)), wanted, "of all parameters")
-                (one,) = torch.autograd.grad(loss_of(model, 2), [module.middle.bias])  # type: ignore[list-item]
+                (one,) = torch.autograd.grad(loss_of(model, 2), [module.middle.bias])
                 expect_equal({"middle.bias": one}, {"middle.bias": wanted["middle.bias"]}, "of one parameter")
                 x = data(2, 6, 8).requires_grad_()
                 (expected,) = torch.autograd.grad(square(module(x)), [x])
-                (one, two) = torch.autograd.grad(square(model(x)), [x, module.first.weight])  # type: ignore[list-item]
+                (one, two) = torch.autograd.grad(square(model(x)), [x, module.first.weight])
                 expect_equal({"x": one, "first": two}, {"x": expected, "first": wanted["first.weight"]}, "of both")
                 square(model(x)).backward(inputs=[x])
                 expect_equal({"x": x.grad}, {"x": expected}, "backward(inputs=[x])")
@@ -142,8 +139,10 @@ def second_order(rank: int, world: int, split: bool) -> list[str]:
     (of_x,) = torch.autograd.grad(square(model(x)), [x], create_graph=True)
     messages.append(str(error_of(lambda: of_x.square().sum().backward(), "a penalty on an input's gradient")))
     loss_of(model, 1).backward(create_graph=True)
-    expect_equal({n: g.detach() for n, g in gradients(module).items() if g is not None}, average(local(module, 1)), "average")
-    penalty = loss_of(lambda y: module(y), 2) + sum(p.grad.square().sum() for p in module.parameters())  # type: ignore[union-attr]
+    expect_equal(
+        {n: g.detach() for n, g in gradients(module).items() if g is not None}, average(local(module, 1)), "average"
+    )
+    penalty = loss_of(module, 2) + sum(p.grad.square().sum() for p in module.parameters())
     messages.append(str(error_of(penalty.backward, "a penalty on the parameters' gradients")))
     module.zero_grad()
     loss_of(model, 3).backward()
@@ -178,13 +177,17 @@ def retained(rank: int, world: int, split: bool) -> None:
         expect_equal(gradients(module), total(*[local(module, 2)] * times), f"local, {times} backwards", tol=1e-6)
     y = model(data(3, 6, 8))
     torch.autograd.backward([square(y), y.sum()])
-    both = total(local(module, 2), local(module, 2), local_gradients(module, lambda m: square(z := m(data(3, 6, 8))) + z.sum()))
+    both = total(
+        local(module, 2), local(module, 2), local_gradients(module, lambda m: square(z := m(data(3, 6, 8))) + z.sum())
+    )
     expect_equal(gradients(module), average(both), "two losses at once", tol=1e-6)
     module.zero_grad()
     y = model(data(4, 6, 8))
     weight = torch.full_like(y, 0.5 + rank)
     y.backward(weight)
-    expect_equal(gradients(module), average(local_gradients(module, lambda m: (m(data(4, 6, 8)) * weight).sum())), "of a tensor")
+    expect_equal(
+        gradients(module), average(local_gradients(module, lambda m: (m(data(4, 6, 8)) * weight).sum())), "of a tensor"
+    )
 
 
 @SPLITS
@@ -204,10 +207,12 @@ def tensor_hooks(rank: int, world: int, split: bool) -> None:
     def check(i: int, hooked: set[str], what: str, model: Any) -> None:
         module.zero_grad()
         seen.clear()
-        plain = {name: gradient for name, gradient in local(module, i).items()}
+        plain = local(module, i)
         loss_of(model, i).backward()
         expect_equal(seen, {name: plain[name] for name in hooked}, f"{what}: what the hooks saw")
-        changed = {n: g.clamp(-0.001, 0.001) * (1 + rank) if n in hooked and g is not None else g for n, g in plain.items()}
+        changed = {
+            n: g.clamp(-0.001, 0.001) * (1 + rank) if n in hooked and g is not None else g for n, g in plain.items()
+        }
         expect_equal(gradients(module), average(changed), f"{what}: gradients")
 
     module.first.weight.register_hook(partial(hook, "first.weight"))
@@ -333,10 +338,11 @@ def gradients_are_usable(rank: int, world: int, split: bool) -> None:
             p.grad.detach_()
             p.grad.mul_(2.0)
         expect_equal(gradients(module), total(*[average(local(module, i))] * 2), f"step {i}")
-        module.first.weight.grad.zero_()  # type: ignore[union-attr]
-        expect_equal({"last": module.last.weight.grad}, {"last": average(local(module, i))["last.weight"] * 2}, "another")  # type: ignore[operator]
+        module.first.weight.grad.zero_()
+        doubled = total(*[average(local(module, i))] * 2)
+        expect_equal({"last.weight": module.last.weight.grad}, {"last.weight": doubled["last.weight"]}, "another one")
         for p in module.parameters():
-            p.grad.zero_()  # type: ignore[union-attr]
+            p.grad.zero_()
 
 
 @SPLITS

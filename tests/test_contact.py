@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 import fxddp
 from tests.live.lab import (
-    SMALL,
     Mlp,
     average,
     compiled,
@@ -29,6 +29,7 @@ from tests.live.lab import (
     local_gradients,
     loss_of,
     seeded,
+    small_backend,
 )
 from tests.live.pool import Pool
 
@@ -37,7 +38,7 @@ def square(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
-def from_rank_0(module: nn.Module) -> nn.Module:
+def from_rank_0(module: nn.Module) -> Any:
     """An eager copy with rank 0's state."""
     module = copy.deepcopy(module)
     with torch.no_grad():
@@ -51,7 +52,12 @@ def state(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def step(
-    module: nn.Module, model: Any, what: str, loss: Callable[[Any], Tensor] = lambda model: loss_of(model, 0), *, tol: float = 0.0
+    module: nn.Module,
+    model: Any,
+    what: str,
+    loss: Callable[[Any], Tensor] = lambda model: loss_of(model, 0),
+    *,
+    tol: float = 0.0,
 ) -> None:
     """One backward from weights that differ per rank: the average of what rank 0's weights give on each rank's data."""
     yardstick = from_rank_0(module)
@@ -82,7 +88,7 @@ def compiles_watched(backend: fxddp.Backend, started: list[str]) -> Iterator[lis
         fxddp.Backend.__call__ = original  # type: ignore[method-assign]
 
 
-# ---- different weights, one after the other -----------------------------------------------------------------------------
+# ---- different weights, one after the other --------------------------------------------------------------------------
 
 
 def models_of_one_class(rank: int, world: int) -> None:
@@ -122,9 +128,9 @@ class Block(nn.Module):
 
 def blocks_that_share_code(rank: int, world: int) -> None:
     module = seeded(rank, lambda: nn.Sequential(*[Block() for _ in range(4)]))
-    backend = fxddp.backend(SMALL, first_bucket_mb=SMALL, inner="aot_eager")
+    backend = small_backend()
     for block in module:
-        block.compile(backend=backend)  # type: ignore[operator]
+        block.compile(backend=backend)
     step(module, module, "blocks")
     expect(len(backend.plans) == 2, f"{len(backend.plans)} graphs for four blocks: this tests nothing")
     step(module, module, "blocks again")
@@ -139,7 +145,7 @@ def two_models_in_one_function(rank: int, world: int) -> None:
     """Two models of one class; rank 0 has met the second one first."""
     raw = seeded(rank, lambda: nn.ModuleList([Mlp(), Mlp()]))
     first, second = raw
-    backend = fxddp.backend(SMALL, first_bucket_mb=SMALL, inner="aot_eager")
+    backend = small_backend()
     if rank == 0:
         with torch.no_grad():
             loss_of(torch.compile(second, backend=backend), 0)
@@ -201,7 +207,7 @@ def without_init_sync(rank: int, world: int) -> str:
     before = state(module)
     loss_of(model, 0).backward()
     expect_equal(state(module), before, "weights")
-    expect_equal(gradients(module), average(local_gradients(module, lambda m: loss_of(m, 0))), "gradients")
+    expect_equal(gradients(module), average(local_gradients(module, partial(loss_of, i=0))), "gradients")
     odd, _ = compiled(Mlp(24 + rank), init_sync=False)
     return str(error_of(lambda: loss_of(odd, 0)))
 
@@ -211,7 +217,7 @@ def test_without_init_sync_weights_stay_and_shapes_are_compared(pool: Pool):
         assert "rank 1 has first.weight (25, 8) torch.float32 where rank 0 has first.weight (24, 8)" in message
 
 
-# ---- ranks that do not have the same model --------------------------------------------------------------------------------
+# ---- ranks that do not have the same model ---------------------------------------------------------------------------
 
 
 class Layers(nn.Module):
@@ -310,7 +316,7 @@ def test_one_rank_of_three_has_another_model(pool3: Pool):
     check_different(pool3.run(run_different, 2, timeout=120), 2)
 
 
-# ---- weights that were used before the first graph ran ---------------------------------------------------------------------
+# ---- weights that were used before the first graph ran ---------------------------------------------------------------
 
 
 class EagerStart(nn.Module):
@@ -332,16 +338,16 @@ def eager_start(rank: int, world: int, *, seed: str) -> tuple[str, str]:
     module = seeded(rank if seed == "differs" else 0, EagerStart)
     if seed == "rest differs":
         with torch.no_grad():
-            for parameter in module.rest.parameters():  # type: ignore[union-attr]
+            for parameter in module.rest.parameters():
                 parameter.add_(rank)
     model, backend = compiled(module)
     if seed == "differs":
-        before = state(module.start)  # type: ignore[arg-type]
+        before = state(module.start)
         error = error_of(lambda: loss_of(model, 0))
-        expect_equal(state(module.start), before, "the weights in question")  # type: ignore[arg-type]
+        expect_equal(state(module.start), before, "the weights in question")
         return type(error).__name__, str(error)
     for i in range(2):
-        step(module, model, f"{seed}, step {i}", lambda m: loss_of(m, i))
+        step(module, model, f"{seed}, step {i}", partial(loss_of, i=i))
     expect(set(backend.stats().last.uncovered) == {"start.weight", "start.bias"}, f"{backend.stats().last.uncovered}")
     return "", ""
 
@@ -375,7 +381,7 @@ class Regional(nn.Module):
 
 
 def regional(module: Regional, **options: Any) -> fxddp.Backend:
-    backend = fxddp.backend(**{"bucket_mb": SMALL, "first_bucket_mb": SMALL, "inner": "aot_eager"} | options)
+    backend = small_backend(**options)
     for block in module.blocks:
         block.compile(backend=backend)
     return backend
@@ -421,7 +427,7 @@ def regional_in_another_order(rank: int, world: int) -> None:
     for i in range(3):
         module.zero_grad()
         language(module, i).backward()
-        expected = average(local_gradients(module, lambda m: language(m, i)))
+        expected = average(local_gradients(module, partial(language, i=i)))
         expect_equal(gradients(module), expected, f"step {i}", tol=1e-6)
     outside = {name for name, _ in module.named_parameters() if "blocks" not in name and "late" not in name}
     got = set(backend.stats().last.uncovered)
@@ -549,14 +555,55 @@ def test_a_parameter_of_the_loss(pool: Pool):
         assert "<parameter of shape (1,)> on rank 1 differs from rank 0's" in message
 
 
-# ---- modules that torch.compile leaves alone without a word ----------------------------------------------------------------
+class FrozenStart(nn.Module):
+    """A frozen part in a graph of its own runs first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.rest = frozen(nn.Linear(8, 8)), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(x).tanh()
+        torch._dynamo.graph_break()
+        return self.rest(x)
+
+
+def frozen_start(rank: int, world: int, differs: bool) -> tuple[str, str]:
+    module = seeded(0, FrozenStart)
+    if differs:
+        with torch.no_grad():
+            module.frozen.weight.add_(rank)
+    else:
+        with torch.no_grad():
+            module.rest.first.weight.add_(rank)
+    model, backend = compiled(module)
+    if rank == 0:
+        with torch.no_grad():
+            loss_of(model, 5)
+    if differs:
+        error = error_of(lambda: loss_of(model, 0))
+        return type(error).__name__, str(error)
+    for i in range(2):
+        step(module, model, f"step {i}", partial(loss_of, i=i))
+    expect(len(backend.sites) >= 2, f"{len(backend.sites)} graphs: this tests nothing")
+    return "", ""
+
+
+def test_a_frozen_part_that_runs_before_anything_trains(pool: Pool):
+    pool.run(frozen_start, False)
+    for kind, message in pool.run(frozen_start, True):
+        assert kind == "RanksDisagree", message
+        assert "frozen.weight on rank 1 differs from rank 0's" in message
+
+
+# ---- modules that torch.compile leaves alone without a word ----------------------------------------------------------
 
 
 def left_alone(rank: int, world: int, how: str) -> None:
     def inner() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 4))
 
-    backend = fxddp.backend(SMALL, first_bucket_mb=SMALL, inner="aot_eager")
+    backend = small_backend()
     module = seeded(0, inner)
     model: Any = module
     if how == "class of torch":  # module.compile() of such a class compiles nothing
@@ -569,12 +616,15 @@ def left_alone(rank: int, world: int, how: str) -> None:
         expect(len(backend.plans) == 8, f"{len(backend.plans)} graphs: this tests nothing")
     compiled_before = len(backend.plans)
     for i in range(2):
-        step(module, model, f"step {i}", lambda m: loss_of(m, i))
-        expect(backend.stats().last.uncovered_bytes == sum(p.nbytes for p in module.parameters()), f"{backend.stats().last}")
+        step(module, model, f"step {i}", partial(loss_of, i=i))
+        expect(
+            backend.stats().last.uncovered_bytes == sum(p.nbytes for p in module.parameters()),
+            f"{backend.stats().last}",
+        )
     module.zero_grad()
     with fxddp.no_sync(model) if how == "class of torch" else backend.no_sync():
         loss_of(model, 5).backward()
-    expect_equal(gradients(module), local_gradients(module, lambda m: loss_of(m, 5)), "no_sync")
+    expect_equal(gradients(module), local_gradients(module, partial(loss_of, i=5)), "no_sync")
     expect(len(backend.plans) == compiled_before, "something was compiled: this tests nothing")
 
 

@@ -60,7 +60,9 @@ def test_the_report_shows_the_numbers_of_the_plan() -> None:
     found = explain(Net(), world_size=64)
     text = str(found)
     assert "64 ranks" in text
-    assert len(re.findall(r"^ +\d+ .*float32 +cpu", text, re.MULTILINE)) == sum(len(g.plan.buckets) for g in found.graphs)
+    assert len(re.findall(r"^ +\d+ .*float32 +cpu", text, re.MULTILINE)) == sum(
+        len(g.plan.buckets) for g in found.graphs
+    )
     sent = 2 * 63 * found.nbytes // 64
     assert f"{sent / 1024:.4g} KiB a step" in text
     for name in ("inner.weight", "odd.linear.weight", "fixed.bias", "idle.weight"):

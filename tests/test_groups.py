@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,41 +12,37 @@ from torch import Tensor, nn
 
 import fxddp
 from tests.live.lab import (
-    SMALL,
-    Gradients,
     Mlp,
     average,
     buckets,
     compiled,
     counted_collectives,
-    data,
     error_of,
     expect,
     expect_equal,
     gradients,
     launches,
-    local_gradients,
+    local,
     loss_of,
     seeded,
+    small_backend,
 )
 from tests.live.pool import Pool
 
 SPLITS = pytest.mark.parametrize("split", [True, False])
 
 
-def local(module: nn.Module, *numbers: int) -> Gradients:
-    return local_gradients(module, *(partial(loss_of, i=i) for i in numbers))
-
-
-def check_step(module: nn.Module, model: Any, backend: fxddp.Backend, i: int, what: str, group: Any = None) -> None:
+def check_step(module: nn.Module, model: Any, backend: fxddp.Backend, i: int, what: str, *, group: Any = None) -> None:
     module.zero_grad()
     loss_of(model, i).backward()
     expect_equal(gradients(module), average(local(module, i), group), what)
     record = backend.stats().last
-    expect(record.launches == buckets(backend) > 1, f"{what}: {record.launches} launches for {buckets(backend)} buckets")
+    expect(
+        record.launches == buckets(backend) > 1, f"{what}: {record.launches} launches for {buckets(backend)} buckets"
+    )
 
 
-# ---- groups that come and go ---------------------------------------------------------------------------------------------------
+# ---- groups that come and go -----------------------------------------------------------------------------------------
 
 
 def rejoin(path: str, rank: int, world: int) -> None:
@@ -79,7 +74,9 @@ def again(rank: int, world: int, folder: str, split: bool) -> None:
     for weight in weights.values():
         dist.broadcast(weight, 0)
     loss_of(model, 4)
-    expect_equal({name: p.detach() for name, p in module.named_parameters()}, dict(weights), "weights of the new rank 0")
+    expect_equal(
+        {name: p.detach() for name, p in module.named_parameters()}, dict(weights), "weights of the new rank 0"
+    )
     check_step(module, model, backend, 4, "a group in another order")
     dist.barrier()
     if rank < world - 1:
@@ -122,7 +119,7 @@ def given_group(rank: int, world: int) -> list[str]:
     group = dist.new_group([0, 1])
     module = seeded(0, Mlp)
     model, backend = compiled(module, process_group=group)
-    check_step(module, model, backend, 0, "given group", group)
+    check_step(module, model, backend, 0, "given group", group=group)
     loss = loss_of(model, 1)
     dist.destroy_process_group(group)
     module.zero_grad()
@@ -158,7 +155,7 @@ def test_the_default_group_given_and_destroyed(pool: Pool, tmp_path: Any):
         assert "the process_group given to fxddp.backend was destroyed" in message
 
 
-# ---- subgroups -------------------------------------------------------------------------------------------------------------------
+# ---- subgroups -------------------------------------------------------------------------------------------------------
 
 
 def subgroups(rank: int, world: int, split: bool) -> None:
@@ -172,16 +169,18 @@ def subgroups(rank: int, world: int, split: bool) -> None:
     weights = dict(before)
     for weight in weights.values():
         dist.broadcast(weight, group=group, group_src=0)
-    expect_equal({name: p.detach() for name, p in module.named_parameters()}, dict(weights), "the group's first rank wins")
+    expect_equal(
+        {name: p.detach() for name, p in module.named_parameters()}, dict(weights), "the group's first rank wins"
+    )
     for i in range(3):
-        check_step(module, model, backend, i, f"step {i}", group)
+        check_step(module, model, backend, i, f"step {i}", group=group)
     with backend.no_sync():
         loss_of(model, 4).backward()
     loss_of(model, 5).backward()
     record = backend.stats().last
     expect(record.launches == buckets(backend), f"{record.launches} launches")
     if rank == 2:  # alone, as often as it likes
-        check_step(module, model, backend, 6, "one more", group)
+        check_step(module, model, backend, 6, "one more", group=group)
 
 
 @SPLITS
@@ -212,8 +211,8 @@ def two_groups(rank: int, world: int) -> None:
     pair, single = dist.new_group([0, 1]), dist.new_group([2])
     group = pair if rank < 2 else single
     module = seeded(0, Mixed)
-    everyone = fxddp.backend(SMALL, first_bucket_mb=SMALL, inner="aot_eager")
-    part = fxddp.backend(SMALL, first_bucket_mb=SMALL, inner="aot_eager", process_group=group)
+    everyone = small_backend()
+    part = small_backend(process_group=group)
     module.common.compile(backend=everyone)
     module.own.compile(backend=part)
     for i in range(3):
@@ -238,7 +237,7 @@ def not_a_member(rank: int, world: int) -> str:
     group = dist.new_group([0])
     if rank == 0:
         model, backend = compiled(module := seeded(0, Mlp), process_group=group)
-        check_step(module, model, backend, 0, "the member", group)
+        check_step(module, model, backend, 0, "the member", group=group)
         return ""
     return str(error_of(lambda: compiled(Mlp(), process_group=group)))
 
@@ -250,7 +249,7 @@ def test_a_rank_that_is_not_in_the_group(pool: Pool):
     assert "that this rank belongs to" in other
 
 
-# ---- a group of one, made by hand -------------------------------------------------------------------------------------------------
+# ---- a group of one, made by hand ------------------------------------------------------------------------------------
 
 
 def compiled_before_the_group(rank: int, world: int, path: str) -> None:
@@ -259,8 +258,8 @@ def compiled_before_the_group(rank: int, world: int, path: str) -> None:
     module = seeded(rank, Mlp)
     model, backend = compiled(module)
     module.zero_grad()
-    loss_of(lambda x: model(x), 0).backward()
-    expect_equal(gradients(module), local_gradients(module, lambda m: m(data(0, 6, 8)).square().mean()), "no group")
+    loss_of(model, 0).backward()
+    expect_equal(gradients(module), local(module, 0), "no group")
     rejoin(path, rank, world)
     os.environ["WORLD_SIZE"] = str(world)
     loss_of(model, 1)

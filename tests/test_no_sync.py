@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import fxddp
 from tests.live.lab import (
-    SMALL,
     Gradients,
     Mlp,
     average,
@@ -25,19 +23,16 @@ from tests.live.lab import (
     expect_equal,
     gradients,
     launches,
+    local,
     local_gradients,
     loss_of,
     seeded,
+    small_backend,
     total,
 )
 from tests.live.pool import Pool
 
 Loss = Callable[[Any], Tensor]
-
-
-def batch(i: int) -> Loss:
-    """The loss of the `i`th batch."""
-    return partial(loss_of, i=i)
 
 
 def same(module: nn.Module, expected: Gradients, what: str, tol: float = 0.0) -> None:
@@ -52,37 +47,36 @@ def silent(what: str) -> Iterator[None]:
     expect(not started, f"{what}: {started}")
 
 
-# ---- where forward and backward stand ------------------------------------------------------------------------------------
+# ---- where forward and backward stand --------------------------------------------------------------------------------
 
 
 def positions(rank: int, world: int, split: bool) -> None:
     module = seeded(0, Mlp)
     model, backend = compiled(module, split=split)
 
-    def local(i: int) -> Gradients:
-        return local_gradients(module, batch(i))
-
     loss_of(model, 0).backward()
-    same(module, average(local(0)), "first step")
+    same(module, average(local(module, 0)), "first step")
 
     module.zero_grad()
     with silent("both inside"), backend.no_sync():
         loss_of(model, 1).backward()
-    same(module, local(1), "both inside")
-    expect(not backend.stats().last.sync and not backend.stats().last.launches, "both inside: on record as synchronised")
+    same(module, local(module, 1), "both inside")
+    expect(
+        not backend.stats().last.sync and not backend.stats().last.launches, "both inside: on record as synchronised"
+    )
 
     module.zero_grad()
     with silent("forward inside, backward outside"):
         with backend.no_sync():
             loss = loss_of(model, 2)
         loss.backward()
-    same(module, local(2), "forward inside, backward outside")
+    same(module, local(module, 2), "forward inside, backward outside")
 
     module.zero_grad()
     loss = loss_of(model, 3)
     with backend.no_sync():
         loss.backward()
-    same(module, average(local(3)), "forward outside, backward inside")
+    same(module, average(local(module, 3)), "forward outside, backward inside")
     expect(backend.stats().last.sync and backend.stats().last.launches == buckets(backend), "on record")
 
 
@@ -91,7 +85,7 @@ def test_the_place_of_the_forward_decides(pool: Pool, split: bool):
     pool.run(positions, split)
 
 
-# ---- accumulation ---------------------------------------------------------------------------------------------------------
+# ---- accumulation ----------------------------------------------------------------------------------------------------
 
 
 def accumulation(rank: int, world: int, split: bool, set_to_none: bool) -> None:
@@ -107,20 +101,26 @@ def accumulation(rank: int, world: int, split: bool, set_to_none: bool) -> None:
         for i in numbers[:-1]:
             with silent("micro-batch"), backend.no_sync():
                 loss_of(model, i).backward()
-        sums = local_gradients(module, *map(batch, numbers[:-1]))
-        same(module, sums if len(numbers) > 1 or set_to_none else {n: torch.zeros_like(p) for n, p in module.named_parameters()}, "pending")
+        sums = local(module, *numbers[:-1])
+        same(
+            module,
+            sums if len(numbers) > 1 or set_to_none else {n: torch.zeros_like(p) for n, p in module.named_parameters()},
+            "pending",
+        )
         loss_of(model, numbers[-1]).backward()
-        same(module, average(local_gradients(module, *map(batch, numbers))), f"cycle {cycle}")
+        same(module, average(local(module, *numbers)), f"cycle {cycle}")
         last = backend.stats().last
         expect(last.launches == normal.launches > 1, f"{last.launches} launches, {normal.launches} in a normal step")
         expect(last.bytes == normal.bytes, f"{last.bytes} bytes, {normal.bytes} in a normal step")
         expect(not last.uncovered, f"outside of the graphs: {last.uncovered}")
         if not set_to_none:
-            expect(all(p.grad is old for p, old in zip(module.parameters(), kept, strict=True)), ".grad is another tensor")
+            expect(
+                all(p.grad is old for p, old in zip(module.parameters(), kept, strict=True)), ".grad is another tensor"
+            )
         opt.step()
     for i in (70, 71):  # without zero_grad in between, accumulating onto averages
         loss_of(model, i).backward()
-    every = [average(local_gradients(module, batch(i))) for i in (70, 71)]
+    every = [average(local(module, i)) for i in (70, 71)]
     opt.zero_grad()
     for i in (70, 71):
         loss_of(model, i).backward()
@@ -140,7 +140,7 @@ def accumulation_of_three(rank: int, world: int) -> None:
         with backend.no_sync():
             loss_of(model, i).backward()
     loss_of(model, 2).backward()
-    same(module, average(local_gradients(module, *map(batch, range(3)))), "gradients")
+    same(module, average(local(module, *range(3))), "gradients")
     expect(launches(backend) == [0, 0, buckets(backend)], f"{launches(backend)}")
 
 
@@ -148,42 +148,43 @@ def test_accumulation_on_three_ranks(pool3: Pool):
     pool3.run(accumulation_of_three)
 
 
-# ---- one model of several ---------------------------------------------------------------------------------------------------
+# ---- one model of several --------------------------------------------------------------------------------------------
 
 
 def one_of_two(rank: int, world: int) -> None:
-    backend = fxddp.backend(SMALL, first_bucket_mb=SMALL, inner="aot_eager")
+    backend = small_backend()
     raw = [seeded(k, Mlp) for k in range(2)]
-    first, second = (torch.compile(module, backend=backend) for module in raw)
+    models: list[Any] = [torch.compile(module, backend=backend) for module in raw]
+    first, second = models
 
-    def run(what: str, scope: Any, *, local: tuple[bool, bool]) -> None:
+    def run(what: str, scope: Any, *, stay: tuple[bool, bool]) -> None:
         for module in raw:
             module.zero_grad()
         with scope:
             losses = [loss_of(first, 1), loss_of(second, 2)]
-        for k, (module, stays) in enumerate(zip(raw, local, strict=True)):
+        for k, (module, stays) in enumerate(zip(raw, stay, strict=True)):
             losses[k].backward()
-            gradient = local_gradients(module, batch(k + 1))
+            gradient = local(module, k + 1)
             same(module, gradient if stays else average(gradient), f"{what}: model {k}")
         for model in (first, second):  # what was pending is averaged with the next step
             loss_of(model, 3).backward()
         for k, module in enumerate(raw):
-            expected = local_gradients(module, batch(k + 1), batch(3))
+            expected = local(module, k + 1, 3)
             same(module, average(expected), f"{what}: model {k} afterwards", tol=1e-6)
 
-    run("no scope", contextlib.nullcontext(), local=(False, False))
-    run("backend.no_sync(raw model)", backend.no_sync(raw[0]), local=(True, False))
-    run("backend.no_sync(compiled model)", backend.no_sync(second), local=(False, True))
-    run("fxddp.no_sync(compiled model)", fxddp.no_sync(first), local=(True, False))
-    run("backend.no_sync()", backend.no_sync(), local=(True, True))
+    run("no scope", contextlib.nullcontext(), stay=(False, False))
+    run("backend.no_sync(raw model)", backend.no_sync(raw[0]), stay=(True, False))
+    run("backend.no_sync(compiled model)", backend.no_sync(second), stay=(False, True))
+    run("fxddp.no_sync(compiled model)", fxddp.no_sync(first), stay=(True, False))
+    run("backend.no_sync()", backend.no_sync(), stay=(True, True))
 
     # Two in one backward: one reduced, one not.
     for module in raw:
         module.zero_grad()
     with backend.no_sync(first):
         (loss_of(first, 1) + loss_of(second, 2)).backward()
-    same(raw[0], local_gradients(raw[0], batch(1)), "one backward, local model")
-    same(raw[1], average(local_gradients(raw[1], batch(2))), "one backward, other model")
+    same(raw[0], local(raw[0], 1), "one backward, local model")
+    same(raw[1], average(local(raw[1], 2)), "one backward, other model")
 
 
 def test_one_model_of_several(pool: Pool):
@@ -194,22 +195,22 @@ def several_backends(rank: int, world: int) -> None:
     """`fxddp.no_sync(model)` reaches all backends of a model whose parts are compiled one by one."""
     module = nn.Sequential(seeded(0, Mlp), nn.Linear(4, 8), seeded(1, Mlp))
     for part in (module[0], module[2]):
-        part.compile(backend=fxddp.backend(SMALL, first_bucket_mb=SMALL, inner="aot_eager"))
+        part.compile(backend=small_backend())
     loss_of(module, 0).backward()
-    same(module, average(local_gradients(module, batch(0))), "synchronised", tol=1e-6)
+    same(module, average(local(module, 0)), "synchronised", tol=1e-6)
     module.zero_grad()
     with silent("no_sync"), fxddp.no_sync(module):
         loss_of(module, 1).backward()
-    same(module, local_gradients(module, batch(1)), "no_sync")
+    same(module, local(module, 1), "no_sync")
     loss_of(module, 2).backward()
-    same(module, average(local_gradients(module, batch(1), batch(2))), "afterwards", tol=1e-6)
+    same(module, average(local(module, 1, 2)), "afterwards", tol=1e-6)
 
 
 def test_a_model_with_several_backends(pool: Pool):
     pool.run(several_backends)
 
 
-# ---- both kinds in one backward --------------------------------------------------------------------------------------------
+# ---- both kinds in one backward --------------------------------------------------------------------------------------
 
 
 class TwoWays(nn.Module):
@@ -238,23 +239,25 @@ def both_kinds(rank: int, world: int) -> None:
                 with backend.no_sync():
                     loss_of(model, 5).backward()
             losses = []
-            for number, scope in [(1, backend.no_sync), (2, contextlib.nullcontext)][:: 1 if local_first else -1]:
-                with scope():
+            for number in (1, 2) if local_first else (2, 1):
+                with backend.no_sync() if number == 1 else contextlib.nullcontext():
                     losses.append(loss_of(model, number))
             sum(losses).backward()  # type: ignore[union-attr]
-            what = f"local forward {'first' if local_first else 'last'}, {'something' if pending else 'nothing'} pending"
+            what = (
+                f"local forward {'first' if local_first else 'last'}, {'something' if pending else 'nothing'} pending"
+            )
             expect(backend.stats().last.sync, f"{what}: not on record as synchronised")
             check_both_kinds(module, what, pending=pending)
             loss_of(model, 3).backward()
-            everything = local_gradients(module, *map(batch, [5, 1, 2, 3] if pending else [1, 2, 3]))
+            everything = local(module, *[5, 1, 2, 3] if pending else [1, 2, 3])
             same(module, average(everything), f"{what}: the next step", tol=1e-6)
 
 
 def check_both_kinds(module: nn.Module, what: str, *, pending: bool) -> None:
     """The synchronised part is averaged; the other one is too if it was there when the bucket was launched."""
-    before = [batch(5)] if pending else []
-    averaged = average(local_gradients(module, *before, batch(2), batch(1)))
-    apart = total(average(local_gradients(module, *before, batch(2))), local_gradients(module, batch(1)))
+    before = [5] if pending else []
+    averaged = average(local(module, *before, 2, 1))
+    apart = total(average(local(module, *before, 2)), local(module, 1))
     errors = []
     for expected in (averaged, apart):
         try:
@@ -306,7 +309,7 @@ def test_pending_gradients_may_be_dropped(pool: Pool):
     pool.run(zeroed_while_pending)
 
 
-# ---- scopes -------------------------------------------------------------------------------------------------------------------
+# ---- scopes ----------------------------------------------------------------------------------------------------------
 
 
 def scopes(rank: int, world: int) -> None:
@@ -317,10 +320,10 @@ def scopes(rank: int, world: int) -> None:
     def is_local() -> bool:
         module.zero_grad()
         loss_of(model, 1).backward()
-        one, other = local_gradients(module, batch(1)), average(local_gradients(module, batch(1)))
-        local = not backend.stats().last.sync
-        same(module, one if local else other, "record and gradients")
-        return local
+        one, other = local(module, 1), average(local(module, 1))
+        kept = not backend.stats().last.sync
+        same(module, one if kept else other, "record and gradients")
+        return kept
 
     expect(not is_local(), "outside")
     with backend.no_sync():
@@ -357,7 +360,7 @@ def test_scopes_nest_and_end(pool: Pool):
     pool.run(scopes)
 
 
-# ---- outside of the graphs ----------------------------------------------------------------------------------------------------
+# ---- outside of the graphs -------------------------------------------------------------------------------------------
 
 
 class Gap(nn.Module):
@@ -381,7 +384,7 @@ def eager_gap(rank: int, world: int, set_to_none: bool) -> None:
     module = seeded(0, Gap)
     model, backend = compiled(module)
     loss_of(model, 0).backward()
-    same(module, average(local_gradients(module, batch(0))), "first step", tol=1e-5)
+    same(module, average(local(module, 0)), "first step", tol=1e-5)
     expect({"gap.weight", "gap.bias"} <= set(backend.stats().last.uncovered), f"{backend.stats().last.uncovered}")
     for cycle in range(2):
         module.zero_grad(set_to_none=set_to_none)
@@ -389,19 +392,19 @@ def eager_gap(rank: int, world: int, set_to_none: bool) -> None:
         for i in numbers[:-1]:
             with silent("gap under no_sync"), backend.no_sync():
                 loss_of(model, i).backward()
-        same(module, local_gradients(module, *map(batch, numbers[:-1])), "pending", tol=1e-5)
+        same(module, local(module, *numbers[:-1]), "pending", tol=1e-5)
         loss_of(model, numbers[-1]).backward()
-        same(module, average(local_gradients(module, *map(batch, numbers))), f"cycle {cycle}", tol=1e-5)
+        same(module, average(local(module, *numbers)), f"cycle {cycle}", tol=1e-5)
     module.zero_grad(set_to_none=set_to_none)
     with silent("forward inside"):
         with backend.no_sync():
             loss = loss_of(model, 5)
         loss.backward()
-    same(module, local_gradients(module, batch(5)), "forward inside, backward outside", tol=1e-5)
+    same(module, local(module, 5), "forward inside, backward outside", tol=1e-5)
     loss = loss_of(model, 6)
     with backend.no_sync():
         loss.backward()
-    same(module, average(local_gradients(module, batch(5), batch(6))), "forward outside, backward inside", tol=1e-5)
+    same(module, average(local(module, 5, 6)), "forward outside, backward inside", tol=1e-5)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -424,22 +427,22 @@ def nothing_compiled(rank: int, world: int) -> None:
     module = seeded(0, Uncompiled)
     model, backend = compiled(module)
     loss_of(model, 0).backward()
-    same(module, average(local_gradients(module, batch(0))), "synchronised", tol=1e-6)
+    same(module, average(local(module, 0)), "synchronised", tol=1e-6)
     module.zero_grad()
     for scope in (backend.no_sync(), fxddp.no_sync(model)):
         module.zero_grad()
         with silent("no_sync"), scope:
             loss_of(model, 1).backward()
-        same(module, local_gradients(module, batch(1)), "no_sync", tol=1e-6)
+        same(module, local(module, 1), "no_sync", tol=1e-6)
     loss_of(model, 2).backward()
-    same(module, average(local_gradients(module, batch(1), batch(2))), "afterwards", tol=1e-6)
+    same(module, average(local(module, 1, 2)), "afterwards", tol=1e-6)
 
 
 def test_a_model_of_which_nothing_is_compiled(pool: Pool):
     pool.run(nothing_compiled)
 
 
-# ---- hooks ----------------------------------------------------------------------------------------------------------------------
+# ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
 def hooks(rank: int, world: int) -> None:
@@ -448,7 +451,7 @@ def hooks(rank: int, world: int) -> None:
     seen: list[Tensor] = []
     after: list[Tensor] = []
     module.first.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-    module.last.weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.clone()))  # type: ignore[union-attr]
+    module.last.weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.clone()))
     model, backend = compiled(module)
 
     def run(i: int) -> None:
@@ -456,18 +459,20 @@ def hooks(rank: int, world: int) -> None:
         after.clear()
         loss_of(model, i).backward()
         (one,), (two,) = seen, after
-        expect(torch.equal(one, local_gradients(module, batch(i))["first.weight"]), "the tensor hook saw another gradient")  # type: ignore[arg-type]
-        expect(torch.equal(two, module.last.weight.grad), "the accumulation hook saw something else than .grad")  # type: ignore[arg-type]
+        expect_equal(
+            {"first.weight": one}, {"first.weight": local(module, i)["first.weight"]}, "seen by the tensor hook"
+        )
+        expect(torch.equal(two, module.last.weight.grad), "the accumulation hook saw something else than .grad")
 
     run(0)
-    same(module, average(local_gradients(module, batch(0))), "synchronised")
+    same(module, average(local(module, 0)), "synchronised")
     module.zero_grad()
     for i in (1, 2):
         with silent("no_sync"), backend.no_sync():
             run(i)
-    same(module, local_gradients(module, batch(1), batch(2)), "no_sync")
+    same(module, local(module, 1, 2), "no_sync")
     run(3)
-    same(module, average(local_gradients(module, *map(batch, (1, 2, 3)))), "afterwards")
+    same(module, average(local(module, 1, 2, 3)), "afterwards")
 
 
 def test_hooks_under_no_sync(pool: Pool):

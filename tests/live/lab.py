@@ -1,10 +1,11 @@
-"""Tools for jobs that look at one backward at a time: small models, data, gradients by hand, and comparisons that say what differs."""
+"""Tools for jobs that look at single backwards: small models, data, gradients by hand, comparisons in words."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +29,19 @@ class Mlp(nn.Module):
         return self.last(self.middle(self.first(x).relu()).relu())
 
 
+def small_backend(**options: Any) -> fxddp.Backend:
+    """A backend with buckets so small that these models have several, which runs operators one by one."""
+    usual: dict[str, Any] = {"bucket_mb": SMALL, "first_bucket_mb": SMALL, "inner": "aot_eager"}
+    return fxddp.backend(**usual | options)
+
+
 def compiled(module: nn.Module, **options: Any) -> tuple[Any, fxddp.Backend]:
-    """The compiled module and its backend; several buckets, operators run one by one."""
-    backend = fxddp.backend(**{"bucket_mb": SMALL, "first_bucket_mb": SMALL, "inner": "aot_eager"} | options)
+    """The compiled module and its `small_backend`."""
+    backend = small_backend(**options)
     return torch.compile(module, backend=backend), backend
 
 
-def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+def seeded(seed: int, make: Callable[[], Any]) -> Any:
     """A module with the weights that this seed draws."""
     torch.manual_seed(seed)
     return make()
@@ -65,11 +72,16 @@ def local_gradients(module: nn.Module, *losses: Callable[[nn.Module], Tensor]) -
     return gradients(module)
 
 
-def average(local: Mapping[str, Tensor | None], group: dist.ProcessGroup | None = None) -> Gradients:
+def local(module: nn.Module, *numbers: int) -> Gradients:
+    """`local_gradients` of these batches."""
+    return local_gradients(module, *(partial(loss_of, i=i) for i in numbers))
+
+
+def average(gradients: Mapping[str, Tensor | None], group: dist.ProcessGroup | None = None) -> Gradients:
     """The averages over the ranks, by hand; None stays None."""
     scale = 1.0 / dist.get_world_size(group)
     averages: Gradients = {}
-    for name, gradient in local.items():
+    for name, gradient in gradients.items():
         if gradient is None:
             averages[name] = None
         else:
@@ -87,7 +99,9 @@ def total(*several: Mapping[str, Tensor | None]) -> Gradients:
     return sums
 
 
-def expect_equal(got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], what: str, tol: float = 0.0) -> None:
+def expect_equal(
+    got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], what: str, tol: float = 0.0
+) -> None:
     """Raises unless all tensors are equal: bit by bit, or relative to the largest value.
 
     The order in which more than two ranks are added depends on a gradient's place in its bucket.
@@ -134,7 +148,7 @@ def error_of(call: Callable[[], object], what: str = "this") -> BaseException:
     """What a call raises; an error if it raises nothing."""
     try:
         call()
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 (accidents and interrupts are what is looked for)
         return error
     raise AssertionError(f"{what} raised nothing")
 
@@ -160,5 +174,3 @@ def counted_collectives() -> Iterator[list[str]]:
     finally:
         for kind, original in originals.items():
             setattr(dist.ProcessGroup, kind, original)
-
-

@@ -512,7 +512,7 @@ def test_inductor_compiles_pieces_of_a_convolutional_network(memory_format: torc
     for parameter in model.parameters():
         if parameter.dim() == 4:
             parameter.data = parameter.data.contiguous(memory_format=memory_format)
-    (rewritten,) = check_inductor(model, torch.randn(2, 3, 6, 6), cap=400)
+    (rewritten,) = check_inductor(model, torch.randn(2, 3, 6, 6), cap=500)
     assert len(rewritten.pieces) > 1
     assert max(len(bucket.grads) for bucket in rewritten.plan.buckets) > 1
 
@@ -530,6 +530,6 @@ def test_inductor_compiles_a_piece_that_knows_a_symbol_from_elsewhere() -> None:
 
 @pytest.mark.usefixtures("inductor_cache")
 def test_inductor_compiles_pieces_with_symbolic_sizes() -> None:
-    (rewritten,) = check_inductor(Reshaping(), dynamic(5, 4), dynamic(7, 4), cap=120)
+    (rewritten,) = check_inductor(Reshaping(), dynamic(5, 4), dynamic(7, 4), cap=150)
     assert len(rewritten.pieces) > 1
     assert any(map(symbols, rewritten.pieces))
