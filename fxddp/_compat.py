@@ -27,6 +27,14 @@ def frame_variables() -> dict[str, Any]:
     return {**used, **tx.f_locals}
 
 
+def no_recompile_limit() -> AbstractContextManager[None]:
+    """Compiles inside however often this code was compiled before."""
+    patch: AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20
+    )
+    return patch
+
+
 def placeholder_source(node: fx.Node) -> str:
     """Where Dynamo read a placeholder from, such as `L['self']._modules['a']._parameters['weight']`; "" if unknown."""
     argument = node.meta.get("grapharg")
@@ -435,6 +443,15 @@ def no_view(tensor: Tensor) -> Tensor:
 def hooks_after_accumulation(parameter: Tensor) -> Any:
     """The parameter's post-accumulate-grad hooks by id, in call order; None if it has none."""
     return parameter._post_accumulate_grad_hooks
+
+
+def put_first(hooks: Any, key: int) -> None:
+    """Has one of these hooks called before the others. Autograd goes by the order in which a dict was filled."""
+    ours = hooks.pop(key)
+    others = list(hooks.items())
+    hooks.clear()
+    hooks[key] = ours
+    hooks.update(others)
 
 
 def hooks_before_accumulation(parameter: Tensor) -> Any:

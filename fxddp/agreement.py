@@ -12,17 +12,22 @@ import json
 import uuid
 import weakref
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from . import _compat
+from .passes.layout import gradient_strides
 from .passes.plan import BucketPlan
 
 if TYPE_CHECKING:
     from .backend import Backend
     from .call import Binding, Call
     from .group import Group
+
+STALL = timedelta(seconds=2)
+"""How long a collective may take before this rank looks whether the others are somewhere else."""
 
 Layout = tuple[tuple[int, ...], ...]
 """Buckets of parameters, by id."""
@@ -83,7 +88,7 @@ class Agreement:
         if key not in self._settled or self._ambiguous:
             names = call.binding.bucket_names(plan)
             layout = [
-                [[name, list(p.shape), str(p.dtype)] for name, p in zip(bucket_names, members, strict=True)]
+                [_entry(name, p) for name, p in zip(bucket_names, members, strict=True)]
                 for bucket_names, members in zip(names, by_bucket, strict=True)
             ]
             unused = [names[index][i] for index, i in sorted(dropped)]
@@ -115,7 +120,7 @@ class Agreement:
             return self._settled[key][0] if parameters else ()
         backend = self._backend()
         assert backend is not None
-        layout = [[[backend.watch.name(p), list(p.shape), str(p.dtype)] for p in parameters]]
+        layout = [[_entry(backend.watch.name(p), p) for p in parameters]]
         common = self._exchange("parameters used outside of the compiled graphs", layout, [], group)
         if key not in self._settled:
             self._settled[key] = _apply(common, layout, (key[1:],))
@@ -162,17 +167,56 @@ class Agreement:
         backend = self._backend()
         if backend is None or not backend.settings.static_graph or key in self._settled:
             return
-        before = [old for old in self._settled if old[0] != -2 and set(old) & set(used)]
-        if not before:
+        if not backend.log.synchronised:  # the first backward may have several graphs, each with a set of its own
             return
-        known = set(before[-1][before[-1].index(-1) + 1 :])
-        gone = sorted(map(backend.watch.names_of, known - set(used)))
+        known = {i for old in self._settled if old[0] != -2 for i in old[old.index(-1) + 1 :]}
+        last = [old[old.index(-1) + 1 :] for old in self._settled if old[0] != -2 and set(old) & set(used)]
+        gone = sorted(map(backend.watch.names_of, set(last[-1] if last else ()) - set(used)))
         come = sorted(map(backend.watch.names_of, set(used) - known))
         raise RuntimeError(
-            f"static_graph=True, but the parameters that get gradients changed: came {come}, went {gone}. Keep the "
-            f"set the same in "
-            "every iteration, or leave static_graph at False"
+            f"static_graph=True, but the parameters that get gradients changed: came {come}, went {gone}. Keep the set "
+            "the same in every iteration, or leave static_graph at False"
         )
+
+    def wait(self, work: Any, parameters: Sequence[Tensor], group: "Group") -> None:
+        """Waits for launched work; if it does not come, finds out whether another rank took another path.
+
+        A rank that meets a new set of parameters posts it and waits, while this one waits in a collective of a set that
+        was settled: each would wait for the other until the group's timeout. For gloo; NCCL's wait returns at once.
+
+        Raises:
+            RanksDisagree: on both ranks.
+        """
+        if self._channel is None or group.backend_name != "gloo":
+            work.wait()
+            return
+        left = _compat.group_timeout(group.process_group)
+        while left > STALL:
+            try:
+                work.wait(STALL)
+            except RuntimeError as error:
+                if "timed out" not in str(error).lower():
+                    raise
+                left -= STALL
+                self._look_for_others(parameters, group)
+            else:
+                return
+        work.wait()
+
+    def _look_for_others(self, parameters: Sequence[Tensor], group: "Group") -> None:
+        """Raises if another rank has posted something that this rank, which waits in a collective, is not up to."""
+        backend = self._backend()
+        assert backend is not None
+        for rank in range(group.size):
+            key = f"{self._posted + 1}/{rank}"
+            if rank == group.rank or not self._channel.check([key]):
+                continue
+            theirs = json.loads(self._channel.get(key))
+            entries = [_entry(backend.watch.name(p), p) for p in parameters]
+            mine = {"what": "a set of parameters it knows already", "parameters": entries, "unused": [], "layout": []}
+            self._posted += 1
+            self._channel.set(f"{self._posted}/{group.rank}", json.dumps(mine))
+            raise RanksDisagree(_difference(group.rank, mine, rank, theirs))
 
     def _exchange(self, what: str, layout: list[Any], unused: list[str], group: "Group") -> list[Any]:
         """Posts this rank's description, reads all, and returns rank 0's layout."""
@@ -193,10 +237,8 @@ class Agreement:
             except RuntimeError as error:
                 raise RanksDisagree(
                     f"rank {group.rank} is about to reduce {what} ({_some(parameters)}), but rank {rank} did not come "
-                    f"to the same "
-                    f"point within the group's timeout: it stopped, took another path through the model, or ran "
-                    f"another number of "
-                    f"backwards ({error})"
+                    "to the same point within the group's timeout: it stopped, took another path through the model, or "
+                    f"ran another number of backwards ({error})"
                 ) from error
             texts.append(json.loads(self._channel.get(key)))
         for rank, theirs in enumerate(texts):
@@ -205,6 +247,12 @@ class Agreement:
         if self._posted > 2:  # everybody has read what was posted two exchanges ago
             self._channel.delete_key(f"{self._posted - 2}/{group.rank}")
         return texts[0]["layout"]  # type: ignore[no-any-return]
+
+
+def _entry(name: str, parameter: Tensor) -> list[Any]:
+    """How a parameter is described to the other ranks; buckets store gradients in their parameters' memory order."""
+    shape = list(parameter.shape)
+    return [name, shape, str(parameter.dtype), list(gradient_strides(shape, parameter.stride()))]
 
 
 def _apply(common: list[Any], mine: list[Any], own: Layout) -> Layout:
@@ -228,8 +276,7 @@ def _difference(rank: int, mine: dict[str, Any], other: int, theirs: dict[str, A
     if mine["what"] != theirs["what"]:
         return (
             f"rank {rank} reduces {mine['what']} ({_some(mine['parameters'])}) while rank {other} reduces "
-            f"{theirs['what']} "
-            f"({_some(theirs['parameters'])}): the ranks took different paths through the model. {REMEDY}"
+            f"{theirs['what']} ({_some(theirs['parameters'])}): they took different paths through the model. {REMEDY}"
         )
     only_mine = [e for e in mine["parameters"] if e not in theirs["parameters"]]
     only_theirs = [e for e in theirs["parameters"] if e not in mine["parameters"]]
@@ -255,5 +302,5 @@ REMEDY = (
 
 
 def _some(entries: Sequence[Any]) -> str:
-    names = [f"{name} {tuple(shape)}" for name, shape, _ in entries[:4]]
+    names = [f"{name} {tuple(shape)}" for name, shape, *_ in entries[:4]]
     return ", ".join(names) + (f" and {len(entries) - 4} more" if len(entries) > 4 else "")

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
@@ -36,6 +37,7 @@ class Backend:
         self.log = EventLog()
         self.sites: list[Site] = []
         self._modules: list[weakref.ref[nn.Module]] = []
+        self._training: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._running: dict[int, Backward] = {}
         self._lock = threading.Lock()
         self._local_scopes: list[frozenset[int] | None] = []
@@ -102,16 +104,31 @@ class Backend:
         return replace(self.settings, options={**self.settings.options, **extra})
 
     def reset(self) -> None:
-        """Called by `torch._dynamo.reset`, which also forgets listeners."""
+        """Called by `torch._dynamo.reset`, which forgets compiled code and listeners."""
+        self.sites.clear()
         listen()
 
     # --- the modules behind the graphs ------------------------------------------------------------
 
     def adopt(self, module: nn.Module) -> None:
-        """Takes responsibility for all parameters of a module, whether or not a graph will cover them."""
+        """Takes responsibility for all parameters of a module, whether or not a graph will cover them.
+
+        Only what runs with grad enabled runs on every rank: a module met otherwise, as in an evaluation on one rank, is
+        nothing to compare with the others.
+        """
+        trains = torch.is_grad_enabled()
         self.remember(module)
+        if trains:
+            self._training.add(module)
+        rename = trains and not self._is_part(module)
         for name, parameter in module.named_parameters():
-            self.watch.add(parameter, name)
+            self.watch.add(parameter, name, rename=rename)
+
+    def _is_part(self, module: nn.Module) -> bool:
+        """Whether a larger module in training holds a parameter of this one: then that gives the names."""
+        own = set(map(id, module.parameters()))
+        others = [set(map(id, other.parameters())) for other in self._training if other is not module]
+        return any(len(other) > len(own) and not own.isdisjoint(other) for other in others)
 
     def remember(self, module: nn.Module) -> None:
         """Takes names from this module from now on."""
@@ -122,13 +139,16 @@ class Backend:
         """Named parameters and buffers of the modules this backend knows.
 
         Args:
-            owners_of: only of the modules with one of these parameters, names by id; in an order that depends on these
-                names alone.
+            owners_of: only of the modules in training with one of these parameters, names by id; in an order that
+                depends on these names alone.
         """
         modules = [module for reference in list(self._modules) if (module := reference()) is not None]
         if owners_of is not None:
+            modules = [module for module in modules if module in self._training]
             owned = [(sorted(owners_of[id(p)] for p in m.parameters() if id(p) in owners_of), m) for m in modules]
             modules = [module for names, module in sorted(owned, key=lambda pair: pair[0]) if names]
+        else:
+            modules.sort(key=lambda m: (m not in self._training, -len(list(m.parameters()))))
         found: dict[int, tuple[str, Tensor]] = {}
         for module in modules:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -12,8 +12,10 @@ An exception in between leaves no trace: `.grad`s that were taken are put back a
 autograd drops the callback it will not run.
 """
 
+from collections import deque
 from collections.abc import Collection, Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +25,11 @@ from . import _compat
 from .executor import bucket_views
 from .passes.plan import Bucket
 from .stats import BackwardRecord
+from .uncovered import Watch, parameters_registered
 
 if TYPE_CHECKING:
     from .backend import Backend
-    from .call import Call
+    from .call import Binding, Call
     from .group import Group
 
 _grad = attrgetter("grad")
@@ -60,7 +63,7 @@ class Backward:
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}
         self._aside: dict[int, tuple[Tensor, Tensor]] = {}
         self._local: dict[int, Tensor] = {}
-        self._returned: dict[int, tuple[Tensor, int | None]] = {}
+        self._returned: dict[int, tuple[Tensor, Any]] = {}
         self._strangers: list[Tensor] = []
         self._explored = False
         _compat.queue_callback(_AtEnd(self))
@@ -78,8 +81,15 @@ class Backward:
         self.follow(call)
         if call.sync:
             self._reduced += (call.binding.number,)
-        if not call.binding.explored:
-            call.binding.explored = True
+        self.explore(call.binding)
+
+    def explore(self, seen: "Binding | Watch") -> None:
+        """Looks for parameters of this backward that nobody told us about, when this is seen for the first time.
+
+        And again after a module got a new parameter.
+        """
+        if seen.unexplored:
+            seen.explored = parameters_registered()
             if not self._explored:
                 self._explored = True
                 self._strangers += self.backend.watch.strangers()
@@ -104,14 +114,18 @@ class Backward:
             self.record.launch(nbytes)
         self._launched.append(Launched(-1, None, parameters, views))
 
-    def returned(self, parameter: Tensor, address: int | None) -> None:
-        """Notes that a parameter's gradient goes back through autograd as it is; `address` of a reduced one."""
-        self._returned[id(parameter)] = (parameter, address)
+    def returned(self, parameter: Tensor, reduced: Tensor | None) -> None:
+        """Notes that a parameter's gradient goes back through autograd as it is, local or reduced.
+
+        Of a reduced one the storage is kept, not the tensor: autograd takes it over as `.grad` all the same, but cannot
+        add another contribution to it in place, so that one shows.
+        """
+        self._returned[id(parameter)] = (parameter, None if reduced is None else reduced.untyped_storage())
 
     def accumulated_before(self, parameters: Sequence[Tensor]) -> list[Tensor | None] | None:
         """What was accumulated so far; None on the usual path, where it is nothing."""
         old = list(map(_grad, parameters))
-        if old.count(None) == len(old) and not (self._aside and any(id(p) in self._aside for p in parameters)):
+        if all(map(is_, old, repeat(None))) and not (self._aside and any(id(p) in self._aside for p in parameters)):
             return None
         return old
 
@@ -145,9 +159,11 @@ class Backward:
     def accumulated(self, parameter: Tensor, *, now: bool) -> None:
         """Notes that autograd accumulated into a parameter; with `now` it is averaged at once: others look next."""
         identity = id(parameter)
+        self.explore(self.backend.watch)
         if identity in self._returned:
-            _, address = self._returned[identity]
-            if address is None or parameter.grad is None or parameter.grad.data_ptr() == address:
+            _, storage = self._returned[identity]
+            self._returned[identity] = (parameter, None)
+            if storage is None or parameter.grad is None or parameter.grad.data_ptr() == storage.data_ptr():
                 return  # ours alone; otherwise somebody added a local part, and averaging the sum is right
         elif not now:
             self._local[identity] = parameter
@@ -217,13 +233,17 @@ class Backward:
         """Waits for a bucket."""
         if launched.work is not None:
             self.record.wait(launched.index)
-            launched.work.wait()
+            assert self.group is not None
+            self.backend.agreement.wait(launched.work, launched.parameters, self.group)
             launched.work = None
 
     def _write(self, launched: Launched) -> None:
         views = launched.views
         assert views is not None
         taken = self._taken
+        if not taken and not self._returned and all(map(is_, map(_grad, launched.parameters), repeat(None))):
+            deque(map(setattr, launched.parameters, repeat("grad"), views), maxlen=0)
+            return
         for parameter, view in zip(launched.parameters, views, strict=True):
             if id(parameter) in self._returned:
                 continue

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from . import _compat, executor
 from .group import Group
 from .passes.plan import BucketPlan
+from .uncovered import parameters_registered
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -41,10 +42,15 @@ class Binding:
         self.names = tuple(names)
         self.foreign = any(not isinstance(p, nn.Parameter) or not p.is_leaf for p in parameters)
         self.group: Group | None = None
-        self.explored = False
+        self.explored = -1
         self._slot = {position: i for i, position in enumerate(positions)}
         self._plan: BucketPlan | None = None
         self._getters: list[Any] = []
+
+    @property
+    def unexplored(self) -> bool:
+        """Whether backwards of these parameters may hold others that nobody told us about."""
+        return self.explored != parameters_registered()
 
     def by_bucket(self, plan: BucketPlan, parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """The parameters of each bucket of a plan."""

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .call import Call
 
 _requires_grad = attrgetter("requires_grad")
-_grad = attrgetter("grad")
 _tensor_hooks = attrgetter("_backward_hooks")
 _accumulation_hooks = attrgetter("_post_accumulate_grad_hooks")
 
@@ -43,13 +42,14 @@ _scales: dict[tuple[torch.dtype, float], Tensor] = {}
 
 def announce(call: "Call") -> None:
     """Names the call whose compiled backward runs next in this thread."""
-    _local.call = call
+    _local.call = (call, _compat.task_id())
 
 
 def _take() -> "Call | None":
-    call = getattr(_local, "call", None)
-    _local.call = None
-    return call
+    """The call announced last; one of another backward was left over by an error and counts for nothing."""
+    call, task = getattr(_local, "call", (None, -1))
+    _local.call = (None, -1)
+    return call if task == _compat.task_id() else None
 
 
 def scale_tensors(program: Program, scale: float) -> list[Tensor]:
@@ -133,10 +133,8 @@ def run_pieces(
         for slot in step.dead:
             values[slot] = None
         results = piece(arguments)
-        dead = step.dead
         for slot, result in zip(step.outputs, results, strict=True):
-            if slot not in dead:
-                values[slot] = result
+            values[slot] = result
         del results
         if step.bucket is not None:
             flat = values[step.flat]
@@ -178,7 +176,7 @@ def _exceptions(program: Program, call: "Call") -> Exceptions:
         and not call.binding.foreign
         and all(map(_requires_grad, parameters))
         and not any(map(_tensor_hooks, parameters))
-        and max(map(_hook_count, map(_accumulation_hooks, parameters)), default=0) <= 1
+        and max(map(len, filter(None, map(_accumulation_hooks, parameters))), default=0) <= 1
     )
     if usual:
         return NO_EXCEPTIONS

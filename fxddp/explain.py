@@ -183,7 +183,7 @@ def _run_forward(model: Any, inputs: tuple[Any, ...], backend: Backend) -> set[i
         backend.adopt(model)
     compiled: Callable[..., Any] = torch.compile(model, backend=backend)
     try:
-        with torch.random.fork_rng(), torch.enable_grad():
+        with torch.random.fork_rng(), torch.enable_grad(), _compat.no_recompile_limit():
             results = compiled(*inputs)
     finally:
         with torch.no_grad():

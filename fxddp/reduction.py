@@ -37,6 +37,8 @@ class NodeRun:
 
     def hand_back(self, values: list[Any]) -> list[Any]:
         """Puts what autograd must see into the backward's outputs."""
+        if not self.handed:
+            return values
         for position, ref in enumerate(self.artifact.program.outputs):
             if isinstance(ref, tuple) and ref in self.handed:
                 values[position] = self.handed[ref]
@@ -85,7 +87,7 @@ class Reduction(NodeRun):
         for where, parameter, view, launched in self._to_autograd:
             backward.wait(launched)
             own = self.handed[where] = view.clone()
-            backward.returned(parameter, own.data_ptr())
+            backward.returned(parameter, own)
         return self.hand_back(values)
 
     def _on_bucket(self, bucket: Bucket, flat: Tensor) -> None:
@@ -122,7 +124,8 @@ class Reduction(NodeRun):
         self, flat: Tensor, wheres: Sequence[Where], members: Sequence[Tensor], views: Sequence[Tensor]
     ) -> None:
         """Launches a bucket of which not every view goes the usual way."""
-        kept = [i for i, where in enumerate(wheres) if where not in self.exceptions.skipped]
+        skipped = self.exceptions.skipped
+        kept = [i for i, where in enumerate(wheres) if where not in skipped]
         launched = self.backward.launch(flat, [views[i] for i in kept], [members[i] for i in kept])
         for i in kept:
             if wheres[i] in self.exceptions.reduced:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .agreement import RanksDisagree
+from .passes.layout import contiguous_strides, gradient_strides
 
 if TYPE_CHECKING:
     from .group import Group
@@ -63,7 +64,7 @@ class Replica:
         fresh = {id(t): (name, t) for name, t in tensors if self.is_new(t, group)}
         if not fresh:
             return
-        kinds = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in fresh.values()]
+        kinds = [_kind_of(name, tensor) for name, tensor in fresh.values()]
         device = next(iter(fresh.values()))[1].device
         everyone = group.gather_objects(kinds, device)
         for rank, theirs in enumerate(everyone):
@@ -143,13 +144,20 @@ def _packs(tensors: list[tuple[str, Tensor]]) -> Iterable[list[tuple[str, Tensor
         yield pack
 
 
-def _compare(
-    rank: int, theirs: list[tuple[str, tuple[int, ...], str, bool]], first: list[tuple[str, tuple[int, ...], str, bool]]
-) -> None:
+Kind = tuple[str, tuple[int, ...], tuple[int, ...], str, bool]
+"""Name, shape, strides, dtype and whether it requires grad."""
+
+
+def _kind_of(name: str, tensor: Tensor) -> Kind:
+    shape = tuple(tensor.shape)
+    return name, shape, gradient_strides(shape, tensor.stride()), str(tensor.dtype), tensor.requires_grad
+
+
+def _compare(rank: int, theirs: list[Kind], first: list[Kind]) -> None:
     for mine, other in zip(theirs, first, strict=False):
-        if mine != other:
+        if mine[1:] != other[1:]:  # a name may come from another module around it, the rest may not differ
             raise RanksDisagree(
-                f"the model differs between ranks: rank {rank} has {_kind(mine)} where rank 0 has {_kind(other)}. "
+                f"the model differs between ranks: rank {rank} has {_show(mine)} where rank 0 has {_show(other)}. "
                 "Build the same model on every rank"
             )
     if len(theirs) != len(first):
@@ -157,11 +165,11 @@ def _compare(
         extra = longer[min(len(theirs), len(first))]
         raise RanksDisagree(
             f"the model differs between ranks: rank {rank} has {len(theirs)} parameters and buffers, rank 0 has "
-            f"{len(first)}; "
-            f"only rank {where} has {_kind(extra)}. Build the same model on every rank"
+            f"{len(first)}; only rank {where} has {_show(extra)}. Build the same model on every rank"
         )
 
 
-def _kind(entry: tuple[str, tuple[int, ...], str, bool]) -> str:
-    name, shape, dtype, requires_grad = entry
-    return f"{name} {shape} {dtype}{'' if requires_grad else ' (frozen)'}"
+def _show(kind: Kind) -> str:
+    name, shape, stride, dtype, requires_grad = kind
+    layout = "" if stride == contiguous_strides(shape) else f" with strides {stride}"
+    return f"{name} {shape} {dtype}{layout}{'' if requires_grad else ' (frozen)'}"

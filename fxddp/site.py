@@ -73,7 +73,7 @@ class Site:
             if self._bindings.get(parameters) is None:
                 self._bindings.add(parameters, [""] * len(parameters))
                 backend.replica.note_use(p for p in parameters if not backend.replica.has_met(p))
-            return self._compiled(*arguments)
+            return self._run_without_parameters(arguments)
         group = backend.lookup()
         if group is None:
             return self._compiled(*arguments)
@@ -84,7 +84,7 @@ class Site:
         sync = backend.is_sync(binding)
         if binding.group is not group:
             self._meet(binding, arguments, group)
-        elif sync and backend.settings.forward_sync_buffers and group.size > 1:
+        if sync and backend.settings.forward_sync_buffers and group.size > 1:
             buffers = self._buffers(arguments)
             if buffers:
                 sync_buffers(buffers, group)
@@ -93,6 +93,17 @@ class Site:
         node = _compat.compiled_node(results, since) or _compat.compiled_node(arguments, since)
         if node is not None:
             node.register_prehook(Call(backend, binding, parameters, group, sync))
+        return results
+
+    def _run_without_parameters(self, arguments: Sequence[Any]) -> Any:
+        """Runs a graph that trains nothing, such as a compiled loss: what trains around it is found in backward."""
+        since = _compat.sequence_number()
+        results = self._compiled(*arguments)
+        watch = self.backend.watch
+        if watch.unexplored and self.backend.lookup() is not None:
+            node = _compat.compiled_node(results, since)
+            if node is not None:
+                node.register_prehook(lambda _: self.backend.backward().explore(watch))
         return results
 
     def _bind(self, parameters: tuple[Tensor, ...]) -> Binding:

@@ -71,11 +71,13 @@ class EventLog:
     def __init__(self) -> None:
         self._records: deque[BackwardRecord] = deque(maxlen=KEPT_BACKWARDS)
         self._total = 0
+        self.synchronised = 0
 
     def add(self, record: BackwardRecord) -> None:
         """Keeps a backward that is over."""
         self._records.append(record)
         self._total += 1
+        self.synchronised += record.sync
 
     def stats(self) -> Stats:
         """What was kept."""

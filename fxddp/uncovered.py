@@ -7,6 +7,7 @@ parameters is seen for the first time.
 
 import gc
 import hashlib
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from . import _compat
@@ -27,6 +30,23 @@ if TYPE_CHECKING:
 _owners: dict[int, tuple["weakref.ref[Watch]", RemovableHandle]] = {}
 
 
+_registered = itertools.count(1)
+_last_registered = 0
+
+
+def _count_parameter(*_: object) -> None:
+    global _last_registered  # noqa: PLW0603 (torch calls back without state of ours)
+    _last_registered = next(_registered)
+
+
+register_module_parameter_registration_hook(_count_parameter)
+
+
+def parameters_registered() -> int:
+    """How often a module got a parameter since fxddp was imported."""
+    return _last_registered
+
+
 class Watch:
     """The parameters a backend is responsible for."""
 
@@ -35,6 +55,12 @@ class Watch:
         self._names: dict[int, str] = {}
         self._refs: dict[int, weakref.ref[Tensor]] = {}
         self._pending: dict[int, weakref.ref[Tensor]] = {}
+        self.explored = -1
+
+    @property
+    def unexplored(self) -> bool:
+        """Whether backwards without a compiled graph of ours may hold parameters that nobody told us about."""
+        return self.explored != _last_registered
 
     def __contains__(self, parameter: Tensor) -> bool:
         reference = self._refs.get(id(parameter))
@@ -52,13 +78,15 @@ class Watch:
         """Names of all watched parameters, in the order they became known."""
         return tuple(self._names.values())
 
-    def add(self, parameter: Tensor, name: str) -> None:
-        """Watches a parameter; a better name replaces an unknown one."""
+    def add(self, parameter: Tensor, name: str, *, rename: bool = False) -> None:
+        """Watches a parameter; with `rename` the name replaces one it has."""
         identity = id(parameter)
         if parameter in self:
-            self._names[identity] = self._names[identity] or name
+            self._names[identity] = name if rename else self._names[identity] or name
             return
-        if not isinstance(parameter, nn.Parameter) or not parameter.is_leaf or not _differentiable(parameter):
+        if not isinstance(parameter, nn.Parameter) or is_lazy(parameter):
+            return
+        if not parameter.is_leaf or not _differentiable(parameter):
             return
         refuse_subclass(parameter, name)
 
@@ -79,7 +107,7 @@ class Watch:
         handle = parameter.register_post_accumulate_grad_hook(_Hook(self))
         if frozen:
             parameter.requires_grad_(False)
-        _compat.hooks_after_accumulation(parameter).move_to_end(handle.id, last=False)
+        _compat.put_first(_compat.hooks_after_accumulation(parameter), handle.id)
         _owners[identity] = (weakref.ref(self), handle)
 
     def accumulated(self, parameter: Tensor) -> None:
@@ -104,6 +132,7 @@ class Watch:
             parameter
             for parameter in _instances(objects, nn.Parameter)
             if not _watched(parameter)
+            and not is_lazy(parameter)
             and parameter.requires_grad
             and parameter.is_leaf
             and _compat.accumulates(parameter)
