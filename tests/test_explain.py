@@ -40,8 +40,8 @@ def _fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-def explain(model: nn.Module, **arguments: object) -> fxddp.Explanation:
-    return fxddp.explain(model, torch.randn(6, 8), bucket_mb=0.001, inner="aot_eager", **arguments)
+def explain(model: nn.Module, world_size: int | None = None) -> fxddp.Explanation:
+    return fxddp.explain(model, torch.randn(6, 8), world_size=world_size, bucket_mb=0.001, inner="aot_eager")
 
 
 def test_every_parameter_is_accounted_for_once() -> None:
