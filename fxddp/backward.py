@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import _compat
+from .agreement import RanksDisagree
 from .executor import bucket_views
 from .passes.plan import Bucket
 from .stats import BackwardRecord
@@ -192,8 +193,8 @@ class Backward:
         """Reduces what is still local, waits for everything and writes every `.grad`."""
         try:
             self._finish()
-        except BaseException:
-            self.abort()
+        except BaseException as error:
+            self.abort(error)
             raise
         self.over = True
         self.backend.forget(self)
@@ -258,8 +259,11 @@ class Backward:
             else:
                 current.add_(view)
 
-    def abort(self) -> None:
-        """Puts back what was taken and drains what was launched; for a backward that raised."""
+    def abort(self, error: BaseException | None = None) -> None:
+        """Puts back what was taken and drains what was launched, for a backward that raised.
+
+        Where ranks disagree the others will not launch the same, and there is nothing to wait for.
+        """
         if self.over:
             return
         self.over = True
@@ -267,9 +271,9 @@ class Backward:
             parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
         self._taken.clear()
         self._aside.clear()
-        for launched in self._launched:
-            if launched.work is not None and self.group is not None:
-                self.group.drain(launched.work)
+        for launched in () if isinstance(error, RanksDisagree) else self._launched:
+            if launched.work is not None and self.group is not None and not self.group.drain(launched.work):
+                break
         self._launched.clear()
         self._deferred.clear()
         self.backend.forget(self)

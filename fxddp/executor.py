@@ -103,8 +103,8 @@ def execute(artifact: "SplitBackward", inputs: list[Any]) -> list[Any]:
         exceptions = _exceptions(program, call)
         kind = Reduction if call.sync else LocalRun
         return kind(backward, artifact, call, exceptions).run(inputs)
-    except BaseException:
-        backward.abort()
+    except BaseException as error:
+        backward.abort(error)
         raise
 
 

@@ -1,7 +1,7 @@
 """The process group a backend reduces over, looked up when it is needed: names and groups do not outlive each other."""
 
 import os
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -52,15 +52,18 @@ class Group:
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
-    def drain(self, work: Any) -> None:
-        """Waits for launched work that nobody will use, for a while at most.
+    def drain(self, work: Any) -> bool:
+        """Waits for launched work that nobody will use, for a while at most; False if it failed.
 
         NCCL's work runs on its own stream and holds its tensors until it is done: there is nothing to wait for, and a
         wait that times out would abort the communicator.
         """
         if self.backend_name == "gloo":
-            with suppress(RuntimeError):  # the other ranks may be gone; what matters is the error that brought us here
+            try:
                 work.wait(DRAIN)
+            except RuntimeError:  # the other ranks may be gone; what matters is the error that brought us here
+                return False
+        return True
 
     def store(self, prefix: str) -> dist.Store:
         """A key-value store shared by the members, with keys of its own."""
