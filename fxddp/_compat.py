@@ -58,7 +58,9 @@ _frame_listeners: dict[int, Callable[[Any], None]] = {}
 
 
 def on_frame(listener: Callable[[Any, Any], None]) -> None:
-    """Calls `listener(backend, locals)` when Dynamo starts on a frame, also on one it will end up not compiling.
+    """Calls `listener(wrapper, locals)` when Dynamo starts on a frame, also on one it will end up not compiling.
+
+    `wrapper` is what `compile_wrapper` finds.
 
     Listening twice is listening once. `torch._dynamo.reset` forgets listeners.
     """
@@ -68,7 +70,7 @@ def on_frame(listener: Callable[[Any, Any], None]) -> None:
         caller: Any = sys._getframe()
         while caller is not None:
             if caller.f_code.co_name == "_compile" and "compiler_fn" in caller.f_locals:
-                listener(inner_backend(caller.f_locals["compiler_fn"]), caller.f_locals.get("locals") or {})
+                listener(_innermost(caller.f_locals["compiler_fn"]), caller.f_locals.get("locals") or {})
                 return
             caller = caller.f_back
 
@@ -116,6 +118,10 @@ def compile_wrapper(compiled: Any) -> Any:
             if hasattr(inner, "_torchdynamo_orig_backend"):
                 callback = inner
                 break
+    return _innermost(callback)
+
+
+def _innermost(callback: Any) -> Any:
     seen = 0
     while callback is not None and hasattr(callback, "_torchdynamo_orig_backend") and seen < 10:
         callback, seen = callback._torchdynamo_orig_backend, seen + 1

@@ -50,6 +50,7 @@ class Backend:
         Dynamo compiles nothing of `nn.Sequential(…).compile(…)`, of any class of torch's own compiled in place, and of
         whatever comes after its recompile limit, and tells nobody.
         """
+        listen()  # torch._dynamo.reset may have been called since
         for module in _modules_in([_compat.being_compiled()]):
             self.adopt(module)
         return "fxddp"
@@ -279,7 +280,7 @@ def backend(
 _named: dict[str, Backend] = {}
 
 
-def by_name(
+def _by_name(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     *,
@@ -288,6 +289,15 @@ def by_name(
 ) -> Any:
     """The backend under its name: `torch.compile(model, backend="fxddp", options={"bucket_mb": 25})`."""
     return named_backend(options, mode)(gm, inputs)
+
+
+def __getattr__(name: str) -> Any:
+    """Gives `by_name`, the entry point: whoever loads it will compile by name, and from now on frames must be heard."""
+    if name == "by_name":
+        _by_name.reset = listen  # type: ignore[attr-defined]
+        listen()
+        return _by_name
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def named_backend(options: Mapping[str, Any] | None, mode: str | None) -> Backend:
@@ -329,14 +339,19 @@ def _backends(model: Any) -> list[Backend]:
     candidates = [model, *(model.modules() if isinstance(model, nn.Module) else ())]
     found: dict[int, Backend] = {}
     for candidate in candidates:
-        wrapper = _compat.compile_wrapper(candidate)
-        inner = _compat.inner_backend(wrapper)
-        if inner is by_name:
-            arguments = getattr(wrapper, "kwargs", {})
-            inner = named_backend(arguments.get("options"), arguments.get("mode"))
-        if isinstance(inner, Backend):
+        inner = _backend_behind(_compat.compile_wrapper(candidate))
+        if inner is not None:
             found.setdefault(id(inner), inner)
     return list(found.values())
+
+
+def _backend_behind(wrapper: Any) -> Backend | None:
+    """The backend in what `torch.compile` made of its backend argument, if it is one of ours."""
+    inner = _compat.inner_backend(wrapper)
+    if inner is _by_name:
+        arguments = getattr(wrapper, "kwargs", {})
+        return named_backend(arguments.get("options"), arguments.get("mode"))
+    return inner if isinstance(inner, Backend) else None
 
 
 def listen() -> None:
@@ -348,8 +363,9 @@ def listen() -> None:
     _compat.on_frame(_frame_started)
 
 
-def _frame_started(compiler: Any, variables: Mapping[str, Any]) -> None:
-    if isinstance(compiler, Backend):
+def _frame_started(wrapper: Any, variables: Mapping[str, Any]) -> None:
+    compiler = _backend_behind(wrapper)
+    if compiler is not None:
         for name in ("self", "fn", "mod"):
             for module in _modules_in([variables.get(name)]):
                 compiler.adopt(module)

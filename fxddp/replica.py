@@ -155,7 +155,7 @@ def _kind_of(name: str, tensor: Tensor) -> Kind:
 
 def _compare(rank: int, theirs: list[Kind], first: list[Kind]) -> None:
     for mine, other in zip(theirs, first, strict=False):
-        if mine[1:] != other[1:]:  # a name may come from another module around it, the rest may not differ
+        if mine != other:
             raise RanksDisagree(
                 f"the model differs between ranks: rank {rank} has {_show(mine)} where rank 0 has {_show(other)}. "
                 "Build the same model on every rank"

@@ -177,7 +177,7 @@ def one_backward_more(rank: int, world: int) -> None:
 
 
 def test_a_rank_that_runs_one_more_backward_is_not_left_waiting(tmp_path: Any):
-    with Pool(2, cache_dir=tmp_path, group_timeout=8) as pool:
+    with Pool(2, cache_dir=tmp_path, group_timeout=7) as pool:
         error, fine = pool.run(one_backward_more, expect_error=True)
     assert fine is None
     assert error.type == "RanksDisagree"
@@ -413,6 +413,52 @@ def test_eager_branches_in_another_order_that_hooks_wait_for(pool: Pool):
     for message in pool.run(eager_in_another_order, True):
         assert "ranks reduce different parameters in the same backward" in message
         assert re.search(r"only rank 0 has gradients of branches\.2\.", message) or "rank 1" in message
+
+
+class FirstEager(nn.Module):
+    """Dynamo compiles nothing of a module with an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x)[0]
+
+
+class SecondEager(nn.Module):
+    """As the other one, under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.LSTM(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x)[0]
+
+
+def met_in_another_order(rank: int, world: int) -> None:
+    both = seeded(0, lambda: nn.ModuleList([FirstEager(), SecondEager()]))
+    backend = small_backend()
+    models: dict[int, Any] = {}
+    for k in (1, 0) if rank else (0, 1):
+        models[k] = torch.compile(both[k], backend=backend)
+        with torch.no_grad():
+            models[k](data(0, 6, 8))
+
+    def loss(m: Any, i: int) -> Tensor:
+        return square(m[0](data(i, 6, 8))) + square(m[1](data(i, 6, 8)) - 1)
+
+    for i in range(2):
+        both.zero_grad()
+        loss(models, i).backward()
+        expected = average(local_gradients(both, partial(loss, i=i)))
+        expect_equal(gradients(both), expected, f"step {i}", tol=1e-6)
+    expect(len(backend.stats().last.uncovered) == 8, f"{backend.stats().last.uncovered}")
+
+
+def test_eager_modules_met_in_another_order(pool: Pool):
+    pool.run(met_in_another_order)
 
 
 # ---- what it costs ---------------------------------------------------------------------------------------------------

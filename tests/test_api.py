@@ -194,6 +194,34 @@ def test_by_name_with_a_wrong_option(named: None):
         model(torch.randn(2, 8))
 
 
+class Recurrent(nn.Module):
+    """Dynamo compiles nothing of a model with an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+def nothing_compiled_by_name(rank: int, world: int) -> None:
+    if "fxddp" not in torch._dynamo.list_backends(exclude_tags=None):
+        torch._dynamo.register_backend(by_name, name="fxddp")
+    module = seeded(0, Recurrent)
+    options: Any = {"inner": "aot_eager", "bucket_mb": 3}
+    model = torch.compile(module, backend="fxddp", options=options)
+    for i in range(2):
+        module.zero_grad()
+        loss_of(model, i).backward()
+        expect_equal(gradients(module), average(local(module, i)), f"step {i}", tol=1e-6)
+    expect(not fxddp.backend_of(model).plans, "something was compiled: this tests nothing")
+
+
+def test_by_name_with_a_model_of_which_nothing_is_compiled(pool: Pool):
+    pool.run(nothing_compiled_by_name)
+
+
 # ---- backend_of ------------------------------------------------------------------------------------------------------
 
 

@@ -548,6 +548,27 @@ def stand_alone_loss(rank: int, world: int, *, differs: bool) -> tuple[str, str]
     return "", ""
 
 
+def stand_alone_weights(rank: int, world: int) -> None:
+    """Parameters without a module have no name; ranks find them in another order, and tell them apart by value."""
+    model, backend = compiled(seeded(0, Mlp))
+    weights = []
+    for k in range(4):
+        weights.append(nn.Parameter(torch.full((2,), float(k))))
+        if rank == 1 and k == 1:
+            gc.collect()  # lists the first two after the others from now on
+    for i in range(2):
+        for weight in weights:
+            weight.grad = None
+        (loss_of(model, i) + sum((k + 1 + rank) * weight.sum() for k, weight in enumerate(weights))).backward()
+        got = [0.0 if weight.grad is None else weight.grad[0].item() for weight in weights]
+        expect(got == [1.5, 2.5, 3.5, 4.5], f"step {i}: {got}")
+    expect(len(backend.stats().last.uncovered) == 4, f"{backend.stats().last.uncovered}")
+
+
+def test_parameters_without_a_name(pool: Pool):
+    pool.run(stand_alone_weights)
+
+
 def test_a_parameter_of_the_loss(pool: Pool):
     pool.run(stand_alone_loss, differs=False)
     for kind, message in pool.run(stand_alone_loss, differs=True):

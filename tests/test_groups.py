@@ -90,6 +90,10 @@ def again(rank: int, world: int, folder: str, split: bool) -> None:
     rejoin(f"{folder}/everyone", rank, world)
     loss_of(model, 9)
     check_step(module, model, backend, 9, "everyone again")
+    other = seeded(rank, Mlp)
+    another = torch.compile(other, backend=backend)
+    loss_of(another, 10)
+    check_step(other, another, backend, 10, "another model, met in the last group only")
     expect(len(backend.plans) == 1, f"compiled {len(backend.plans)} times")
 
 
@@ -252,11 +256,11 @@ def test_a_rank_that_is_not_in_the_group(pool: Pool):
 # ---- a group of one, made by hand ------------------------------------------------------------------------------------
 
 
-def compiled_before_the_group(rank: int, world: int, path: str) -> None:
+def compiled_before_the_group(rank: int, world: int, path: str, split: bool) -> None:
     """Compiled and trained without a group first: from the moment there is one, gradients are averaged."""
     dist.destroy_process_group()
     module = seeded(rank, Mlp)
-    model, backend = compiled(module)
+    model, backend = compiled(module, split=split)
     module.zero_grad()
     loss_of(model, 0).backward()
     expect_equal(gradients(module), local(module, 0), "no group")
@@ -267,5 +271,6 @@ def compiled_before_the_group(rank: int, world: int, path: str) -> None:
     expect(len(backend.plans) == 1, f"compiled {len(backend.plans)} times")
 
 
-def test_a_model_compiled_before_there_was_a_group(pool: Pool, tmp_path: Any):
-    pool.run(compiled_before_the_group, str(tmp_path / "store"), discard=True)
+@SPLITS
+def test_a_model_compiled_before_there_was_a_group(pool: Pool, tmp_path: Any, split: bool):
+    pool.run(compiled_before_the_group, str(tmp_path / "store"), split, discard=True)
