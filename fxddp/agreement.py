@@ -51,6 +51,7 @@ class Agreement:
         self._ways: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
         self._alive: dict[int, weakref.ref[Tensor]] = {}
         self._ambiguous = False
+        self._in_doubt = False
 
     def settle(
         self,
@@ -70,7 +71,7 @@ class Agreement:
         self._renew(call.group)
         quick = self._quick.setdefault(call.binding, {})
         case = (id(plan), frozenset(dropped))
-        if case in quick and not self._ambiguous:
+        if case in quick and not (self._ambiguous or self._in_doubt):
             return quick[case]
         own: Layout = tuple(tuple(map(id, members)) for members in by_bucket)
         if not own:
@@ -85,7 +86,7 @@ class Agreement:
         )
         # what is dropped changes which .grad is written, what is packed changes what travels: both are part of the set
         key = (*sorted(i for bucket in own for i in bucket), -1, *used)
-        if key not in self._settled or self._ambiguous:
+        if key not in self._settled or self._ambiguous or self._in_doubt:
             names = call.binding.bucket_names(plan)
             layout = [
                 [_entry(name, p) for name, p in zip(bucket_names, members, strict=True)]
@@ -94,6 +95,7 @@ class Agreement:
             unused = [names[index][i] for index, i in sorted(dropped)]
             self._check_static(key, used, names)
             common = self._exchange("gradients of a compiled graph", layout, unused, call.group)
+            self._in_doubt = False
             if key not in self._settled:
                 self._settled[key] = _apply(common, layout, own)
                 self._note(used)
@@ -102,6 +104,13 @@ class Agreement:
         result = None if wire == own else wire
         quick[case] = result
         return result
+
+    def doubt(self) -> None:
+        """Has the next backward compared with the others', after one that this rank gave up half-way.
+
+        If the others gave it up too they agree and go on; if not, they wait for this rank's launches, and find out.
+        """
+        self._in_doubt = True
 
     def settle_uncovered(self, parameters: Sequence[Tensor], group: "Group", after: tuple[int, ...]) -> tuple[int, ...]:
         """Settles which parameters are reduced outside of the graphs in this backward; returns their order, by id.
@@ -154,7 +163,7 @@ class Agreement:
             self._quick.clear()
             self._seen.clear()
             self._ways.clear()
-            self._ambiguous = False
+            self._ambiguous = self._in_doubt = False
 
     def _note(self, used: tuple[int, ...]) -> None:
         """Remembers who belongs to which set; a parameter in two sets makes the next ones ambiguous."""

@@ -274,6 +274,8 @@ class Backward:
         for launched in () if isinstance(error, RanksDisagree) else self._launched:
             if launched.work is not None and self.group is not None and not self.group.drain(launched.work):
                 break
+        if self._launched:
+            self.backend.agreement.doubt()
         self._launched.clear()
         self._deferred.clear()
         self.backend.forget(self)

@@ -432,7 +432,8 @@ def compiled_twice(rank: int, world: int, inner: str, dynamic: bool) -> None:
                 )
     finally:
         Compilation._backward = original  # type: ignore[method-assign]
-    expect(len(graphs) == (2 if dynamic else 4), f"{len(graphs)} backward graphs")
+    fewest = 2 if dynamic or inner == "inductor" else 4  # ranks share inductor's cache: one may be served by the other
+    expect(fewest <= len(graphs) <= (2 if dynamic else 4), f"{len(graphs)} backward graphs")
 
 
 @pytest.mark.parametrize(("inner", "dynamic"), [("aot_eager", False), ("aot_eager", True), ("inductor", False)])
@@ -471,3 +472,50 @@ def compiled_again(rank: int, world: int, dynamic: bool) -> str:
 def test_a_backward_whose_compilation_failed(pool: Pool, dynamic: bool):
     for message in pool.run(compiled_again, dynamic):
         assert "an accident" in message or (dynamic and not message)
+
+
+# ---- an accident on one rank only ------------------------------------------------------------------------------------
+
+
+class Even(nn.Module):
+    """Layers of one shape, each in a bucket of its own: any of their all-reduces would fit any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def on_one_rank(rank: int, world: int) -> None:
+    """Rank 1 gives up a step half-way and goes on with the next, as loops do that skip a bad batch."""
+    fuse = Fuse()
+
+    def inner(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        def run(*arguments: Any) -> Any:
+            fuse.burn()
+            return gm(*arguments)
+
+        return run
+
+    model, backend = compiled(seeded(0, Even), bucket_mb=1e-6, first_bucket_mb=1e-6, inner=inner)
+    loss_of(model, 0).backward()
+    expect(buckets(backend) == 5, f"{buckets(backend)} buckets")
+    loss = loss_of(model, 1)
+    if rank == 1:
+        fuse.light(3)
+        expect(isinstance(error_of(loss.backward), Accident), "no accident")
+    else:
+        loss.backward()
+    for i in range(2, 5):
+        loss_of(model, i).backward()
+    raise AssertionError("gradients of different steps were averaged in silence")
+
+
+def test_an_accident_on_one_rank_only(tmp_path: Path):
+    with Pool(2, cache_dir=tmp_path, group_timeout=60) as pool:
+        errors = pool.run(on_one_rank, expect_error=True)
+    assert [error and error.type for error in errors] == ["RanksDisagree", "RanksDisagree"], list(map(str, errors))
