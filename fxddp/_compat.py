@@ -4,8 +4,9 @@ Checked on torch 2.13.0 and 2.14.1 by the test suite. What a name does elsewhere
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -329,13 +330,11 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, copy.deepcopy(gm.graph))
 
 
-@contextmanager
-def saved_context() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
-    """Yields a function that re-enters the present tracing context, for compiling later."""
+def saved_context() -> Callable[[], AbstractContextManager[Any]]:
+    """A function that re-enters the present tracing context, for compiling later."""
     from torch._guards import TracingContext, tracing
 
-    context = TracingContext.try_get()
-    yield lambda: tracing(context)
+    return partial(tracing, TracingContext.try_get())
 
 
 # --- Autograd: what the running backward will do --------------------------------------------------

@@ -99,9 +99,9 @@ class Compilation:
             backward = SplitBackward(rewritten.program, (), mutated)
             backward.whole = _compile(inner, rewritten.gm)
             backward.group_name, backward.group_size = name, size
-            with _compat.saved_context() as again:
-                # settings live in a context of their own per thread: autograd's CUDA threads see none of this one's
-                backward.local = partial(copy_context().run, _compile_later, again, inner, rewritten.pieces)
+            # settings live in a context of their own per thread: autograd's CUDA threads see none of this one's
+            again = _compat.saved_context()
+            backward.local = partial(copy_context().run, _compile_later, again, inner, rewritten.pieces)
         if settings.keep_graphs:
             backward.rewritten = rewritten
         return backward.announce()

@@ -39,6 +39,7 @@ def verify(gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any]) -> No
         assert waits[0].users, f"{send} is dead: nothing uses what {waits[0]} gives"
         assert place[waits[0]] > place[send], f"{waits[0]} stands before {send}"
     planned = {grad.output: (bucket.index, i) for bucket in plan.buckets for i, grad in enumerate(bucket.grads)}
+    sent: dict[fx.Node, list[Any]] = {}  # once for each all-reduce: a bucket may hold thousands of gradients
     for output, (value, old) in enumerate(zip(outputs, before, strict=True)):
         if output not in planned:
             assert value is old, f"output {output} was {old}, is {value}"
@@ -53,7 +54,9 @@ def verify(gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any]) -> No
         grad, offset = bucket.grads[where[1]], bucket.offsets[where[1]]
         at = (list(grad.shape), list(grad.stride), offset)
         assert value.args[1:] == at, f"output {output} is read at {value.args[1:]}, packed at {at}"
-        packed = _packed(send, bucket)
+        if send not in sent:
+            sent[send] = _packed(send, bucket)
+        packed = sent[send]
         assert len(packed) == len(bucket.grads) and packed[where[1]] is old, f"{send} sends {packed}, not {old}"
     views = Counter(value for value in outputs if isinstance(value, fx.Node) and GRADIENT_META in value.meta)
     assert all(count == 1 for count in views.values()), f"a reduced gradient is returned twice: {views}"
