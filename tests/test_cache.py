@@ -1,6 +1,7 @@
 """Compile caches: plain `torch.compile` and fxddp share a folder, and nobody is ever served the other's artifact."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,14 @@ def test_a_second_process_starts_warm(world: int, tmp_path: Path) -> None:
         assert (cold["hit"], cold["miss"]) == (0, 1)
         assert (warm["hit"], warm["miss"], warm["bypass"], warm["pieces_missed"]) == (1, 0, 0, 0)
         assert warm["averaged"]
+
+
+def test_the_digest_of_the_code_changes_with_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "fxddp"
+    shutil.copytree(Path(fxddp.__file__).parent, here, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(fxddp.compiler, "__file__", str(here / "compiler.py"))
+    digest = fxddp.compiler.source_digest.__wrapped__
+    for path in here.rglob("*.py"):
+        before = digest()
+        path.write_text(path.read_text() + "\n")
+        assert digest() != before, f"a change in {path.relative_to(here)} goes unnoticed"

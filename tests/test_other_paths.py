@@ -1,13 +1,15 @@
 """Ranks, steps and parameters that leave the usual path: each is averaged all the same, or refused on every rank."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.live.lab import compiled, data, error_of, expect, seeded, small_backend
+from tests.live.lab import compiled, data, error_of, expect, register_name, seeded, small_backend
 from tests.live.pool import Pool
 
 
@@ -110,6 +112,132 @@ def _builtin_blocks(rank: int, world: int) -> None:
 
 def test_blocks_of_torch_that_nothing_is_compiled_of(pool: Pool) -> None:
     pool.run(_builtin_blocks)
+
+
+def sequence() -> nn.Module:
+    """A class of torch's own, of which Dynamo compiles nothing when it is compiled in place."""
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+class Recurrent(nn.Module):
+    """Dynamo compiles nothing of a model with an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+def in_place(module: nn.Module, options: dict[str, Any]) -> Any:
+    module.compile(**options)
+    return module
+
+
+def wrapped(module: nn.Module, options: dict[str, Any]) -> Any:
+    return torch.compile(module, **options)
+
+
+def as_a_decorator(module: nn.Module, options: dict[str, Any]) -> Any:
+    @torch.compile(**options)
+    def run(x: Tensor) -> Tensor:
+        return module(x)
+
+    return run
+
+
+def as_a_method(module: nn.Module, options: dict[str, Any]) -> Any:
+    return torch.compile(module.forward, **options)
+
+
+def as_the_default(module: nn.Module, options: dict[str, Any]) -> Any:
+    registry: Any = torch._dynamo.backends.registry
+    registry.set_default_backend(options["backend"])
+    try:
+        return torch.compile(module, **{key: value for key, value in options.items() if key != "backend"})
+    finally:
+        registry.set_default_backend(None)
+
+
+def disabled(module: nn.Module, options: dict[str, Any]) -> Any:
+    return torch.compile(module, disable=True, **options)
+
+
+def within_another(module: nn.Module, options: dict[str, Any]) -> Any:
+    def build(x: Tensor) -> Any:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return torch.compile(module, **options), x
+
+    return torch.compile(build, backend="eager")(torch.ones(1))[0]
+
+
+def past_the_limit(module: nn.Module, options: dict[str, Any]) -> Any:
+    """Dynamo has compiled this code as often as it may, for models of other shapes."""
+    other = copy.deepcopy(module)
+    for parameter in other.parameters():
+        parameter.data = parameter.data.double()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        torch.compile(other, **options)(data(0, 3, 4).double()).sum().backward()
+    return torch.compile(module, **options)
+
+
+def _noticed(
+    rank: int, world: int, by: str, way: Callable[[nn.Module, dict[str, Any]], Any], make: Callable[[], nn.Module]
+) -> None:
+    register_name()
+    module = seeded(0, make)
+    twin = copy.deepcopy(module)
+    options: dict[str, Any] = {"backend": small_backend()} if by == "object" else {"backend": "fxddp"}
+    if by == "options":
+        options["options"] = {"bucket_mb": 0.001, "first_bucket_mb": 0.001, "inner": "aot_eager"}
+    limit: dict[str, Any] = {"recompile_limit": 1} if way is past_the_limit else {}
+    torch._dynamo.reset()
+    model = way(module, options)
+    for i in range(2):
+        x = data(i, 5, 4)
+        module.zero_grad()
+        with torch._dynamo.config.patch(**limit):
+            model(x).square().sum().backward()
+        _expect_average(module, twin, lambda m, x=x: m(x).square().sum(), f"step {i}")
+
+
+@pytest.mark.parametrize("by", ["object", "name", "options"])
+@pytest.mark.parametrize("make", [sequence, Recurrent])
+@pytest.mark.parametrize(
+    "way",
+    [in_place, wrapped, as_a_decorator, as_a_method, as_the_default, disabled, within_another, past_the_limit],
+)
+def test_every_way_to_compile_is_noticed(pool: Pool, by: str, way: Any, make: Any) -> None:
+    if way is as_the_default and not hasattr(torch._dynamo.backends.registry, "set_default_backend"):
+        pytest.skip("this torch has no default backend to set")
+    pool.run(_noticed, by, way, make)
+
+
+def _after_resets(rank: int, world: int, by: str, resets: int) -> None:
+    """The function does not show its model, so that only the frame that Dynamo starts on does."""
+    register_name()
+    current: dict[str, dict[str, nn.Module]] = {"now": {}}
+
+    @torch.compile(backend="fxddp" if by == "name" else small_backend())
+    def run(x: Tensor) -> Tensor:
+        return current["now"]["model"](x)
+
+    for i in range(3):
+        module = current["now"]["model"] = seeded(i, Recurrent)
+        twin = copy.deepcopy(module)
+        x = data(i, 3, 4)
+        run(x).square().sum().backward()
+        _expect_average(module, twin, lambda m, x=x: m(x).square().sum(), f"model {i}")
+        for _ in range(resets):
+            torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("by", ["object", "name"])
+@pytest.mark.parametrize("resets", [1, 2])
+def test_models_after_resets_are_noticed(pool: Pool, by: str, resets: int) -> None:
+    pool.run(_after_resets, by, resets)
 
 
 def _compiled_loss(rank: int, world: int) -> None:
@@ -218,7 +346,6 @@ def _a_new_set_on_one_rank(rank: int, world: int) -> str:
 
 
 def test_a_set_that_is_new_on_one_rank_is_refused_on_both(pool: Pool) -> None:
-    for rank, message in enumerate(pool.run(_a_new_set_on_one_rank, discard=True)):
+    for message in pool.run(_a_new_set_on_one_rank, discard=True):
         assert message.startswith("RanksDisagree"), message
-        assert f"rank {rank}" in message
-        assert "0.weight" in message
+        assert "only rank 0 has gradients of 0.weight" in message

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxddp
+from fxddp.backend import by_name
 
 Gradients = dict[str, Tensor | None]
 SMALL = 0.001  # MiB: several buckets even in these models
@@ -39,6 +40,12 @@ def compiled(module: nn.Module, **options: Any) -> tuple[Any, fxddp.Backend]:
     """The compiled module and its `small_backend`."""
     backend = small_backend(**options)
     return torch.compile(module, backend=backend), backend
+
+
+def register_name() -> None:
+    """Gives torch the name "fxddp", as an installed fxddp does: the tests run from the source folder as well."""
+    if "fxddp" not in torch._dynamo.list_backends(exclude_tags=None):
+        torch._dynamo.register_backend(by_name, name="fxddp")
 
 
 def seeded(seed: int, make: Callable[[], Any]) -> Any:

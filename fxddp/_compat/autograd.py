@@ -1,0 +1,137 @@
+"""Autograd: what the running backward will do, and the hooks of a parameter."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Identifies the running backward; -1 outside of one."""
+
+queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Runs a function at the end of the running backward; dropped if the backward raises."""
+
+
+def sequence_number() -> int:
+    """Number that the next autograd node of this thread will get."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def compiled_node(tensors: Sequence[Any], since: int) -> Any:
+    """The backward node that AOTAutograd's function made for these results, not older than `since`, or None.
+
+    Results that are views, or inputs written to, have nodes of their own before it.
+    """
+    seen = set()
+    stack = [t.grad_fn for t in reversed(tensors) if isinstance(t, Tensor) and t.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen or node._sequence_nr() < since or node.name() == "torch::autograd::AccumulateGrad":
+            continue
+        seen.add(node)
+        if type(node).__name__ == "CompiledFunctionBackward":
+            return node
+        stack += [parent for parent, _ in node.next_functions if parent is not None]
+    return None
+
+
+def restricted_to() -> set[int] | None:
+    """Which leaves accumulate in the running backward, called from a node of it.
+
+    Returns:
+        None if all do, as in a plain `backward()`; else the ids of those of this node's leaves that do:
+        `backward(inputs=…)` names some, `autograd.grad` accumulates nowhere.
+    """
+    will_execute = torch._C._will_engine_execute_node
+    node: Any = torch._C._current_autograd_node()
+    parents: list[Any] = [parent for parent, _ in node.next_functions if parent is not None]
+    try:
+        executed = [parent for parent in parents if will_execute(parent)]
+    except RuntimeError:  # autograd.grad captures one of them
+        return set()
+    if len(executed) == len(parents):
+        return None
+    return {id(parent.variable) for parent in executed if hasattr(parent, "variable")}
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """Whether the running, unrestricted backward accumulates into this leaf, or has done so already."""
+    with torch.enable_grad():
+        node: Any = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def keep_until_read(tensor: Tensor) -> None:
+    """Keeps a CUDA tensor's memory from being used again before what this stream does with it is done."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def upstream_leaves(arguments: Sequence[Any]) -> list[Tensor]:
+    """Leaves that these values were computed from."""
+    seen = set()
+    leaves = []
+    stack = [value.grad_fn for value in arguments if isinstance(value, Tensor) and value.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        stack += [parent for parent, _ in node.next_functions if parent is not None]
+    return leaves
+
+
+def compiled_autograd_enabled() -> bool:
+    """True where compiled autograd would capture a backward; it never runs the compiled backward it is given."""
+    from torch._dynamo import compiled_autograd
+
+    return bool(
+        torch._dynamo.config.compiled_autograd
+        or compiled_autograd.compiled_autograd_enabled
+        or compiled_autograd.in_compiled_autograd_region
+    )
+
+
+below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowADInplaceOrView
+"""Inside, operators skip autograd: an alias made here is no view to it, and users may `detach_()` such a `.grad`."""
+
+
+def no_view(tensor: Tensor) -> Tensor:
+    """The same values in the same memory, not as a view."""
+    if not tensor._is_view():
+        return tensor
+    with below_autograd():
+        return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def hooks_after_accumulation(parameter: Tensor) -> Any:
+    """The parameter's post-accumulate-grad hooks by id, in call order; None if it has none."""
+    return parameter._post_accumulate_grad_hooks
+
+
+def put_first(hooks: Any, key: int) -> None:
+    """Has one of these hooks called before the others. Autograd goes by the order in which a dict was filled."""
+    ours = hooks.pop(key)
+    others = list(hooks.items())
+    hooks.clear()
+    hooks[key] = ours
+    hooks.update(others)
+
+
+def hooks_before_accumulation(parameter: Tensor) -> Any:
+    """The parameter's tensor hooks; falsy if it has none."""
+    return parameter._backward_hooks
+
+
+def creates_graph() -> bool:
+    """Whether the running backward was asked for a graph of its own (`create_graph=True`), called from a hook in it."""
+    return torch.is_grad_enabled()
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward, as when a checkpoint computes again."""
+    return task_id() >= 0

@@ -1,0 +1,206 @@
+"""AOTAutograd and inductor: compiling forward and backward, and what their caches hold."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+def aot_compile(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    forward: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    backward: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Traces forward and backward of a Dynamo graph and compiles each with its function (boxed calling)."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    with functorch_settings():
+        return aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=backward,
+            partition_fn=min_cut_rematerialization_partition,
+            keep_inference_input_mutations=True,
+        )(gm, inputs)
+
+
+def inductor_compile(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    inner_compile: Callable[..., Any],
+    patches: dict[str, Any],
+    fingerprint: str,
+    cache: bool,
+) -> Callable[..., Any]:
+    """`torch._inductor.compile_fx` with another function for its inner graphs.
+
+    `fingerprint` goes into the keys of inductor's and AOTAutograd's caches, which do not see `inner_compile`: through
+    `unsafe_marked_cacheable_functions`, a mapping that is hashed whole and otherwise only looked up by function name.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    marked = {**config.unsafe_marked_cacheable_functions, "fxddp.backward": fingerprint}
+    caching = {"bundled_autograd_cache": True} if cache else {"enable_autograd_cache": False}
+    with functorch_settings(**caching):
+        compiled: Any = compile_fx(
+            gm,
+            inputs,
+            inner_compile=inner_compile,
+            config_patches={**patches, "unsafe_marked_cacheable_functions": marked},
+        )
+    return compiled  # type: ignore[no-any-return]
+
+
+def mark_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tells AOTAutograd that a function takes its arguments as one list."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def functorch_settings(**more: Any) -> AbstractContextManager[None]:
+    """Settings of AOTAutograd for a backward that may run twice and is compiled while its settings hold."""
+    from torch._functorch import config
+
+    patch: AbstractContextManager[None] = config.patch(
+        {"donated_buffer": False, "force_non_lazy_backward_lowering": True, **more}
+    )
+    return patch
+
+
+def inductor_inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
+    """Compiles one graph of AOTAutograd with inductor; gives an `OutputCode` called with one list."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(gm, inputs, **arguments)
+
+
+def inductor_piece(gm: fx.GraphModule, inputs: Sequence[Any], arguments: dict[str, Any]) -> Any:
+    """Compiles one piece of a backward with inductor.
+
+    All results keep the strides they were traced with: the next piece was traced with them.
+    """
+    from torch._inductor.utils import BoxedBool
+
+    output = gm.graph.output_node()
+    values: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = [i for i, v in enumerate(values) if isinstance(v, fx.Node)]
+    arguments = {**arguments, "static_input_idxs": (), "cudagraphs": BoxedBool(False)}
+    return inductor_inner_compile(gm, inputs, **arguments)
+
+
+def inductor_config_keys() -> frozenset[str]:
+    """Names of inductor's settings, those that `torch.compile(options=…)` takes."""
+    from torch._inductor import config
+
+    return frozenset(config.get_config_copy())
+
+
+def cudagraphs_enabled() -> bool:
+    """Whether inductor's global settings ask for CUDA graphs."""
+    from torch._inductor import config
+
+    return bool(config.triton.cudagraphs)
+
+
+def inductor_mode(mode: str, dynamic: bool | None = None) -> dict[str, Any]:
+    """Inductor settings behind one of `torch.compile`'s modes."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode, dynamic))
+
+
+def output_code_class() -> type:
+    """Base class of what AOTAutograd's cache can hold."""
+    from torch._inductor.output_code import OutputCode
+
+    return OutputCode
+
+
+def dump_piece(piece: Any) -> Any:
+    """A copy of a compiled piece that can be pickled."""
+    from copy import copy
+
+    piece = copy(piece)
+    piece.prepare_for_serialization()
+    return piece
+
+
+def load_piece(piece: Any) -> Any:
+    """Brings a pickled piece back to life."""
+    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.output_code import CompiledFxGraphConstants
+    from torch._inductor.utils import BoxedBool
+
+    constants = CompiledFxGraphConstants()
+    loaded, _ = FxGraphCache.cache_hit_post_compile(piece, {}, constants)
+    if loaded is None:
+        raise RuntimeError("a compiled piece of the backward could not be loaded from the compile cache")
+    settings: Any = {"cudagraphs": BoxedBool(False), "boxed_forward_device_index": None, "is_backward": True}
+    loaded.post_compile([], constants, settings)
+    return loaded
+
+
+def bypass_cache(reason: str) -> Exception:
+    """An exception that tells AOTAutograd's cache to leave this artifact out."""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+    return BypassAOTAutogradCache(reason)
+
+
+def output_descriptors(gm: fx.GraphModule) -> tuple[Any, ...]:
+    """AOTAutograd's descriptors of a graph's outputs."""
+    return tuple(gm.graph.output_node().meta.get("desc") or ())
+
+
+def mutated_inputs() -> tuple[int, ...]:
+    """Positions of the inputs whose data the graph being compiled changes."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is None:
+        return ()
+    return tuple(i for i, info in enumerate(metadata.input_info) if info.mutates_data)
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """A tensor without data that has this one's shape, strides, dtype and device."""
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+    with unset_fake_temporarily(), FakeTensorMode():
+        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def forbid_donation() -> None:
+    """Notes that the backward being compiled reuses the memory of none of its inputs, so it may run again."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """An independent copy of a graph that shares the module's attributes and keeps all node metadata."""
+    import copy
+
+    return fx.GraphModule(gm, copy.deepcopy(gm.graph))
+
+
+def saved_context() -> Callable[[], AbstractContextManager[Any]]:
+    """A function that re-enters the present tracing context, for compiling later."""
+    from torch._guards import TracingContext, tracing
+
+    return partial(tracing, TracingContext.try_get())
+
+
+def flatten(values: Any) -> list[Any]:
+    """The leaves of nested containers."""
+    return torch.utils._pytree.tree_leaves(values)

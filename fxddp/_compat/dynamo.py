@@ -1,0 +1,169 @@
+"""Dynamo: what it is compiling, for whom, and from where it reads."""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def frame_variables() -> dict[str, Any]:
+    """Local, closure and used global variables of the frame that Dynamo is compiling right now; {} outside of one."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:
+        return {}
+    used = {name: tx.f_globals[name] for name in tx.f_code.co_names if name in tx.f_globals}
+    return {**used, **tx.f_locals}
+
+
+def frame_is_resumed() -> bool:
+    """Whether the frame that Dynamo is compiling right now is the rest of one, after a graph break."""
+    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:
+        return False
+    return str(tx.f_code.co_name).startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+
+
+def no_recompile_limit() -> AbstractContextManager[None]:
+    """Compiles inside however often this code was compiled before."""
+    patch: AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20
+    )
+    return patch
+
+
+def placeholder_source(node: fx.Node) -> str:
+    """Where Dynamo read a placeholder from, such as `L['self']._modules['a']._parameters['weight']`; "" if unknown."""
+    argument = node.meta.get("grapharg")
+    source = getattr(argument, "source", None)
+    if source is None:
+        return ""
+    name = source.name
+    return name() if callable(name) else str(name)
+
+
+def placeholder_example(node: fx.Node) -> Any:
+    """The real object behind a placeholder of a Dynamo graph, or None."""
+    argument = node.meta.get("grapharg")
+    try:
+        return None if argument is None else argument.example
+    except AssertionError:
+        return None
+
+
+_frame_listeners: list[Callable[[Any, Any], None]] = []
+
+
+class _Lasting(list[Any]):
+    """Callbacks of which `_frame_started` outlasts `torch._dynamo.reset`: models that were compiled before go on."""
+
+    def clear(self) -> None:
+        self[:] = [callback for callback in self if callback is _frame_started]
+
+
+def on_frame(listener: Callable[[Any, Any], None]) -> None:
+    """Calls `listener(wrapper, locals)` when Dynamo starts on a frame, also on one it will end up not compiling.
+
+    Args:
+        listener: gets what `compile_wrapper` finds, and the frame's local variables by name.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    _frame_listeners.append(listener)
+    if _frame_started not in callback_handler.start_callbacks:
+        callback_handler.start_callbacks = _Lasting(callback_handler.start_callbacks)
+        callback_handler.start_callbacks.append(_frame_started)
+
+
+def _frame_started(_: Any) -> None:
+    caller: Any = sys._getframe()
+    while caller is not None:
+        if caller.f_code.co_name == "_compile" and "compiler_fn" in caller.f_locals:
+            for listener in _frame_listeners:
+                listener(_innermost(caller.f_locals["compiler_fn"]), caller.f_locals.get("locals") or {})
+            return
+        caller = caller.f_back
+
+
+_compile_listeners: list[Callable[[Any, Any], None]] = []
+
+
+def on_compile(listener: Callable[[Any, Any], None]) -> None:
+    """Calls `listener(wrapper, model)` whenever `torch.compile` is given a model or function.
+
+    torch looks a backend up by its name without touching it, so this stands in `torch._dynamo.optimize`, which
+    `torch.compile` calls next.
+
+    Args:
+        listener: gets what `compile_wrapper` finds, and what is to be compiled; what it raises, `torch.compile` raises.
+    """
+    if not _compile_listeners:
+        torch._dynamo.optimize = _heard(torch._dynamo.optimize)
+    _compile_listeners.append(listener)
+
+
+def _heard(optimize: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(optimize)
+    def heard(*arguments: Any, **options: Any) -> Any:
+        caller = sys._getframe(1)
+        if (caller.f_code.co_name, caller.f_code.co_filename) == ("compile", torch.__file__):
+            for listener in _compile_listeners:
+                listener(options.get("backend"), caller.f_locals.get("model"))
+        return optimize(*arguments, **options)
+
+    return heard
+
+
+def inner_backend(compiler_fn: Any) -> Any:
+    """The backend object behind the wrappers that `torch.compile` puts around it."""
+    seen = 0
+    while seen < 10:
+        following = getattr(compiler_fn, "_torchdynamo_orig_backend", None) or getattr(compiler_fn, "compiler_fn", None)
+        if following is None:
+            return compiler_fn
+        compiler_fn, seen = following, seen + 1
+    return compiler_fn
+
+
+def compile_wrapper(compiled: Any) -> Any:
+    """The object `torch.compile` made of its backend argument, from what it returned; None if it is not compiled."""
+    if isinstance(compiled, torch.nn.Module) and getattr(compiled, "_compiled_call_impl", None) is not None:
+        compiled = compiled._compiled_call_impl
+    context = getattr(compiled, "dynamo_ctx", None)
+    callback = getattr(context, "callback", None) or getattr(compiled, "_torchdynamo_orig_backend", None)
+    if callback is None:
+        for cell in getattr(compiled, "__closure__", None) or ():
+            value: Any = cell.cell_contents if filled(cell) else None
+            if hasattr(value, "_torchdynamo_orig_backend"):
+                callback = value
+                break
+            inner = getattr(value, "callback", None)
+            if hasattr(inner, "_torchdynamo_orig_backend"):
+                callback = inner
+                break
+    return _innermost(callback)
+
+
+def _innermost(callback: Any) -> Any:
+    seen = 0
+    while callback is not None and hasattr(callback, "_torchdynamo_orig_backend") and seen < 10:
+        callback, seen = callback._torchdynamo_orig_backend, seen + 1
+    return callback
+
+
+def filled(cell: Any) -> bool:
+    """Whether a closure's cell holds something."""
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
