@@ -14,7 +14,7 @@ autograd drops the callback it will not run.
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from . import _compat
-from .agreement import RanksDisagree
+from .channel import RanksDisagree
+from .decision import END, HOOK, Decision, Event
 from .executor import bucket_views
+from .packing import empty_bucket, packs
 from .passes.plan import Bucket
 from .stats import BackwardRecord
 from .uncovered import Watch, parameters_registered
@@ -37,37 +39,64 @@ _grad = attrgetter("grad")
 
 
 class Launched:
-    """A bucket under way: the work, and which of its views go to which parameters."""
+    """A bucket under way: the work, and which of its views go to which parameters.
 
-    __slots__ = ("index", "parameters", "views", "work")
+    Attributes:
+        index: its number among the launches of graphs; -1 for one of `outside`.
+        work: what to wait for; None if nothing travels.
+        parameters, views: whose gradients they become at the end of the backward.
+        outside: no graph packed it.
+    """
 
-    def __init__(self, index: int, work: Any, parameters: Sequence[Tensor], views: list[Tensor] | None) -> None:
-        self.index = index
-        self.work = work
+    __slots__ = ("index", "outside", "parameters", "views", "work")
+
+    def __init__(self, parameters: Sequence[Tensor], views: list[Tensor] | None, *, outside: bool = False) -> None:
+        self.index = -1
+        self.work: Any = None
         self.parameters = parameters
         self.views = views
+        self.outside = outside
 
 
 class Backward:
-    """The state of one backward (one graph task of autograd's engine) of one backend."""
+    """The state of one backward (one graph task of autograd's engine) of one backend.
+
+    Attributes:
+        group: the ranks; known when something of this backward is to be reduced.
+        scale: what gradients are multiplied with before they are added up.
+        deferring: ranks took different ways through this backward, and nothing travels before its end.
+    """
 
     def __init__(self, backend: "Backend", task: int) -> None:
         self.backend = backend
         self.task = task
         self.record = BackwardRecord()
-        self.group: Group | None = None
+        self._group: Group | None = None
+        self.scale = 1.0
         self.over = False
+        self.deferring = False
         self._calls = 0
-        self._reduced: tuple[int, ...] = ()
         self._launched: list[Launched] = []
-        self._deferred: list[tuple[Launched, Bucket, Tensor]] = []
+        self._lazy: list[tuple[Launched, Bucket, Tensor]] = []
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}
         self._aside: dict[int, tuple[Tensor, Tensor]] = {}
+        self._held: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._local: dict[int, Tensor] = {}
+        self._carried: list[Tensor] = []
         self._returned: dict[int, tuple[Tensor, Any]] = {}
         self._strangers: list[Tensor] = []
         self._explored = False
         _compat.queue_callback(_AtEnd(self))
+
+    @property
+    def group(self) -> "Group | None":  # noqa: D102 (see the class)
+        return self._group
+
+    @group.setter
+    def group(self, group: "Group | None") -> None:
+        if group is not self._group:
+            self._group = group
+            self.scale = 1.0 if group is None else group.scale
 
     # --- called by a node's run (reduction.py) -----------------------------------------------
 
@@ -77,11 +106,14 @@ class Backward:
         self.group = call.group
         self.record.sync = self.record.sync or call.sync
 
+    def follow_decision(self, decision: Decision) -> None:
+        """Divides by the number of ranks that have inputs from now on, if `join` was asked to."""
+        if decision.active is not None and not self.backend.divide_by_initial_world_size:
+            self.scale = 1.0 / decision.active
+
     def enter(self, call: "Call") -> None:
         """Notes that a compiled node of this backward starts."""
         self.follow(call)
-        if call.sync:
-            self._reduced += (call.binding.number,)
         self.explore(call.binding)
 
     def explore(self, seen: "Binding | Watch") -> None:
@@ -95,25 +127,43 @@ class Backward:
                 self._explored = True
                 self._strangers += self.backend.watch.strangers()
 
-    def launch(self, flat: Tensor, views: list[Tensor] | None, parameters: Sequence[Tensor]) -> Launched:
-        """Starts reducing a packed bucket; its views become the parameters' gradients at the end."""
+    def launch(
+        self, flat: Tensor, views: list[Tensor] | None, parameters: Sequence[Tensor], *, outside: bool = False
+    ) -> Launched:
+        """Starts reducing a packed bucket; its views become the parameters' gradients at the end.
+
+        Args:
+            flat: the bucket.
+            views: of the gradients in it; None if they are only made later.
+            parameters: whose gradients they are.
+            outside: no graph packed it.
+        """
         assert self.group is not None
-        launched = Launched(-1, None, parameters, views)
+        launched = Launched(parameters, views, outside=outside)
         if flat.numel():
             launched.work = self.group.all_reduce(flat)
-            launched.index = self.record.launch(flat.nbytes)
+            if outside:
+                self.record.uncovered_launches += 1
+            else:
+                launched.index = self.record.launch(flat.nbytes)
         self._launched.append(launched)
         return launched
 
     def launch_later(self, bucket: Bucket, flat: Tensor, parameters: Sequence[Tensor]) -> None:
         """`launch` for a bucket whose views all go the usual way: they are only made when they are needed."""
-        self._deferred.append((self.launch(flat, None, parameters), bucket, flat))
+        self._lazy.append((self.launch(flat, None, parameters), bucket, flat))
 
     def launched_inside(self, bucket_bytes: Sequence[int], views: list[Tensor], parameters: Sequence[Tensor]) -> None:
         """Notes gradients that a graph with collectives inside has reduced already."""
+        assert self.group is not None
         for nbytes in filter(None, bucket_bytes):
+            self.group.count()
             self.record.launch(nbytes)
-        self._launched.append(Launched(-1, None, parameters, views))
+        self._launched.append(Launched(parameters, views))
+
+    def hold(self, parameter: Tensor, scaled: Tensor) -> None:
+        """Keeps a gradient, divided already, for the end of this backward."""
+        self._held.setdefault(id(parameter), (parameter, []))[1].append(scaled)
 
     def returned(self, parameter: Tensor, reduced: Tensor | None) -> None:
         """Notes that a parameter's gradient goes back through autograd as it is, local or reduced.
@@ -130,9 +180,12 @@ class Backward:
             return None
         return old
 
-    def take(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
+    def take(self, parameter: Tensor) -> Tensor | None:
         """Takes what a parameter accumulated so far, to be put back if this backward fails."""
         identity = id(parameter)
+        grad = parameter.grad
+        if grad is not None and grad.layout is not torch.strided:
+            grad = grad.to_dense()
         kept = self._aside.pop(identity, (parameter, None))[1]
         if kept is not None and grad is not None:
             kept.add_(grad)
@@ -155,6 +208,22 @@ class Backward:
             parameter.grad = None
         self._aside[identity] = (parameter, gradient)
 
+    def fill(self, members: Sequence[Tensor], there: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
+        """A bucket of these parameters: what is there, divided already, or else what they accumulated, or zeros."""
+        flat, views = empty_bucket(members)
+        for parameter, view, value in zip(members, views, there, strict=True):
+            if value is not None:
+                view.copy_(value)
+                continue
+            old = self.take(parameter)
+            if old is None:
+                view.zero_()
+            else:
+                torch.mul(old, self.scale, out=view)
+            for held in self._held.pop(id(parameter), (parameter, []))[1]:
+                view.add_(held)
+        return flat, views
+
     # --- called by hooks, when autograd accumulated into a watched parameter ----------------------
 
     def accumulated(self, parameter: Tensor, *, now: bool) -> None:
@@ -173,15 +242,34 @@ class Backward:
         if group is None or not self._synchronises({identity}):
             return
         self.group = group
-        self.backend.agreement.settle_uncovered([parameter], group, self._reduced)
-        self._reduced += (identity,)
+        self._average_now(parameter, group)
+
+    @torch.no_grad()
+    def _average_now(self, parameter: Tensor, group: "Group") -> None:
         self.backend.watch.meet([parameter], group)
+        if self.deferring:
+            raise RanksDisagree(
+                f"{self.backend.watch.name(parameter)} has an accumulation hook, which needs its averaged gradient "
+                "now, but ranks took different paths through this backward, and can only average at its end"
+            )
+        number = self.backend.replica.number(parameter)
+        event = Event(HOOK, ((number,),), owner=self.backend.replica.owner(group))
+        decision = self.backend.agreement.announce(event, group).decision()
+        self.follow_decision(decision)
         grad = parameter.grad
         assert grad is not None
-        with torch.no_grad():
-            flat = grad.reshape(-1) * group.scale
-            group.all_reduce(flat).wait()
-            grad.copy_(flat.view(grad.shape))
+        if grad.layout is not torch.strided:
+            grad = parameter.grad = grad.to_dense()
+        for bucket in decision.buckets:
+            members = [self.backend.replica.tensor(i) for i in bucket]
+            there = [grad * self.scale if p is parameter else None for p in members]
+            flat, views = self.fill(members, there)
+            others = [i for i, p in enumerate(members) if p is not parameter and bucket[i] not in decision.unused]
+            launched = self.launch(flat, [views[i] for i in others], [members[i] for i in others], outside=True)
+            for i in set(range(len(members))).difference(others):
+                if members[i] is parameter:
+                    self.wait(launched)
+                    grad.copy_(views[i])
 
     def _synchronises(self, accumulated: Collection[int]) -> bool:
         """Whether what was accumulated outside of the graphs, for these parameters, is reduced in this backward."""
@@ -198,6 +286,8 @@ class Backward:
             raise
         self.over = True
         self.backend.forget(self)
+        if self.record.sync and not self.backend.running:
+            self.backend.agreement.end_of_iteration()
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -207,17 +297,14 @@ class Backward:
                 self._local[id(stranger)] = stranger
         if self._synchronises(self._local.keys()):
             self.record.sync = True
-            group = self.group or backend.lookup()
-            for parameter in backend.watch.take_pending():
-                if id(parameter) not in self._taken and parameter.grad is not None:
-                    self._local[id(parameter)] = parameter
-            if group is not None:
-                backend.watch.reduce(list(self._local.values()), group, self.record, self._reduced)
+            self.group = self.group or backend.lookup()
+            if self.group is not None:
+                self._reduce_rest(self.group)
         else:
             backend.watch.keep_pending(self._local.values())
-        for launched, bucket, flat in self._deferred:
+        for launched, bucket, flat in self._lazy:
             launched.views = bucket_views(bucket, flat)
-        self._deferred.clear()
+        self._lazy.clear()
         for launched in self._launched:
             self.wait(launched)
             self._write(launched)
@@ -230,12 +317,61 @@ class Backward:
         self._aside.clear()
         backend.log.add(self.record)
 
+    def _reduce_rest(self, group: "Group") -> None:
+        """Averages what no graph has reduced, and stands in with zeros for what only other ranks have."""
+        backend = self.backend
+        while True:
+            rest = self._rest(group)
+            details = "unmet" if backend.replica.has_unmet else None
+            event = Event(
+                END, (tuple(sorted(rest)),) if rest else (), details=details, owner=backend.replica.owner(group)
+            )
+            proposal = backend.agreement.announce(event, group, carried=bool(self._carried))
+            for launched in self._launched:
+                self.wait(launched)
+            decision = proposal.decision()
+            self.follow_decision(decision)
+            if decision.defer:
+                self.deferring = True
+            else:
+                self.stand_in(decision, group)
+            if group.rank not in decision.again:
+                break
+        if decision.compare:
+            backend.replica.compare_unmet(group)
+
+    def _rest(self, group: "Group") -> dict[int, Tensor]:
+        """The parameters that have something local, by number."""
+        watch, replica = self.backend.watch, self.backend.replica
+        self._carried += watch.take_pending()
+        found = [p for p in self._carried if p.grad is not None and id(p) not in self._taken]
+        found += [p for p, _ in self._held.values()]
+        if self._aside:  # left by a graph under no_sync, and reduced by another one: averaged, whichever came first
+            reduced = set(map(id, chain.from_iterable(launched.parameters for launched in self._launched)))
+            found += [p for identity, (p, _) in self._aside.items() if identity in reduced]
+        rest = {id(p): p for p in (*found, *self._local.values())}
+        watch.meet([p for p in rest.values() if replica.is_new(p, group)], group)
+        return {replica.number(p): p for p in rest.values()}
+
+    def stand_in(self, decision: Decision, group: "Group") -> None:
+        """Takes part in the reduction of buckets that no graph of this rank packs."""
+        backend = self.backend
+        for bucket in decision.buckets:
+            for members in packs(map(backend.replica.tensor, bucket), backend.settings.cap):
+                flat, views = self.fill(members, [None] * len(members))
+                kept = [i for i, p in enumerate(members) if backend.replica.number(p) not in decision.unused]
+                self.launch(flat, [views[i] for i in kept], [members[i] for i in kept], outside=True)
+                self.record.uncovered += tuple(map(backend.watch.name, members))
+                self.record.uncovered_bytes += flat.nbytes
+
     def wait(self, launched: Launched) -> None:
         """Waits for a bucket."""
         if launched.work is not None:
-            self.record.wait(launched.index)
+            if not launched.outside:
+                self.record.wait(launched.index)
             assert self.group is not None
-            self.backend.agreement.wait(launched.work, launched.parameters, self.group)
+            name = self.backend.watch.name
+            self.group.wait(launched.work, lambda: f"average {', '.join(map(name, launched.parameters[:4]))}")
             launched.work = None
 
     def _write(self, launched: Launched) -> None:
@@ -246,7 +382,7 @@ class Backward:
             deque(map(setattr, launched.parameters, repeat("grad"), views), maxlen=0)
             return
         for parameter, view in zip(launched.parameters, views, strict=True):
-            if id(parameter) in self._returned:
+            if id(parameter) in self._returned and not launched.outside:
                 continue
             current = parameter.grad
             if taken and id(parameter) in taken:
@@ -262,7 +398,7 @@ class Backward:
     def abort(self, error: BaseException | None = None) -> None:
         """Puts back what was taken and drains what was launched, for a backward that raised.
 
-        Where ranks disagree the others will not launch the same, and there is nothing to wait for.
+        Where ranks disagree all of them raised at the same point, and launched the same.
         """
         if self.over:
             return
@@ -271,13 +407,16 @@ class Backward:
             parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
         self._taken.clear()
         self._aside.clear()
-        for launched in () if isinstance(error, RanksDisagree) else self._launched:
-            if launched.work is not None and self.group is not None and not self.group.drain(launched.work):
-                break
-        if self._launched:
-            self.backend.agreement.doubt()
+        self._held.clear()
+        self.backend.watch.keep_pending(self._carried)
+        group = self.group
+        if self.record.sync and group is not None and not isinstance(error, RanksDisagree):
+            group.give_up(f"{type(error).__name__}: {error}" if error else "an exception outside of fxddp")
+            for launched in self._launched:
+                if launched.work is not None and not group.drain(launched.work):
+                    break
         self._launched.clear()
-        self._deferred.clear()
+        self._lazy.clear()
         self.backend.forget(self)
 
 

@@ -5,7 +5,6 @@ the set of parameters a graph was called with; a `Call` is one forward. The call
 node of its results, as a pre-hook, which runs right before the compiled backward and sees which outputs got a gradient.
 """
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from operator import itemgetter
@@ -14,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from . import _compat, executor
+from .decision import GRAPH, Event
 from .group import Group
 from .passes.plan import BucketPlan
+from .passes.split import Program
 from .uncovered import parameters_registered
 
 if TYPE_CHECKING:
@@ -30,14 +31,10 @@ def getter(positions: Sequence[int]) -> Any:
     return itemgetter(*positions) if positions else lambda values: ()
 
 
-_numbers = itertools.count(1)
-
-
 class Binding:
     """The parameters that one compiled graph is called with, remembered without keeping them alive."""
 
     def __init__(self, positions: tuple[int, ...], parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-        self.number = -next(_numbers)  # never that of another binding, nor an id
         self.ids = tuple(map(id, parameters))
         self.names = tuple(names)
         self.foreign = any(not isinstance(p, nn.Parameter) or not p.is_leaf for p in parameters)
@@ -46,6 +43,8 @@ class Binding:
         self._slot = {position: i for i, position in enumerate(positions)}
         self._plan: BucketPlan | None = None
         self._getters: list[Any] = []
+        self._events: dict[Any, tuple[BucketPlan, Event]] = {}
+        self._events_of: Group | None = None
 
     @property
     def unexplored(self) -> bool:
@@ -59,9 +58,24 @@ class Binding:
             self._plan = plan
         return [pick(parameters) for pick in self._getters]
 
-    def bucket_names(self, plan: BucketPlan) -> list[tuple[str, ...]]:
-        """The names of the parameters of each bucket."""
-        return [tuple(self.names[self._slot[grad.input]] for grad in bucket.grads) for bucket in plan.buckets]
+    def event(self, call: "Call", program: Program, exceptions: "executor.Exceptions") -> Event:
+        """What this rank announces when a backward with this plan starts; kept, as it is the same in every step."""
+        if self._events_of is not call.group:
+            self._events.clear()
+            self._events_of = call.group
+        plan = program.plan
+        key = (id(plan), frozenset(exceptions.dropped), frozenset(exceptions.local))
+        if key not in self._events:
+            number, owner = call.backend.replica.number, call.backend.replica.owner(call.group)
+            buckets = tuple(tuple(map(number, members)) for members in self.by_bucket(plan, call.parameters))
+            inside = [step.collectives for step in program.steps]
+            details = inside if any(inside) else None  # the model's own collectives must stay in step with ours
+            unused, hooked = (
+                tuple(sorted(buckets[index][i] for index, i in wheres))
+                for wheres in (exceptions.dropped, exceptions.local)
+            )
+            self._events[key] = (plan, Event(GRAPH, buckets, unused, hooked, owner=owner, details=details))
+        return self._events[key][1]
 
 
 class Bindings:

@@ -16,7 +16,7 @@ A gradient goes back through autograd instead
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import starmap
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -65,11 +65,19 @@ def scale_tensors(program: Program, scale: float) -> list[Tensor]:
 
 @dataclass(slots=True)
 class Exceptions:
-    """Gradients of one call that do not take the usual way, as (bucket, position)."""
+    """Gradients of one call that do not take the usual way, as (bucket, position).
 
-    local: set[tuple[int, int]]
-    reduced: set[tuple[int, int]]
-    dropped: set[tuple[int, int]]
+    Attributes:
+        local: go back through autograd as they are.
+        reduced: go back through autograd when they are averaged.
+        dropped: there is none: no output they depend on got a gradient, on any rank.
+        zeros: there is none on this rank.
+    """
+
+    local: set[tuple[int, int]] = field(default_factory=set)
+    reduced: set[tuple[int, int]] = field(default_factory=set)
+    dropped: set[tuple[int, int]] = field(default_factory=set)
+    zeros: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def none(self) -> bool:
@@ -82,7 +90,7 @@ class Exceptions:
         return self.local | self.dropped
 
 
-NO_EXCEPTIONS = Exceptions(set(), set(), set())
+NO_EXCEPTIONS = Exceptions()
 
 
 def execute(artifact: "SplitBackward", inputs: list[Any]) -> list[Any]:
@@ -180,7 +188,7 @@ def _exceptions(program: Program, call: "Call") -> Exceptions:
     )
     if usual:
         return NO_EXCEPTIONS
-    found = Exceptions(set(), set(), set())
+    found = Exceptions()
     for bucket, members in zip(program.plan.buckets, call.parameters_by_bucket(program.plan), strict=True):
         for i, (grad, parameter) in enumerate(zip(bucket.grads, members, strict=True)):
             where = (bucket.index, i)

@@ -1,27 +1,45 @@
 """The process group a backend reduces over, looked up when it is needed: names and groups do not outlive each other."""
 
+import itertools
 import os
+import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import _compat
+from .channel import Channel
+
+if TYPE_CHECKING:
+    from .backend import Backend
 
 DRAIN = timedelta(seconds=30)
 
 
 class Group:
-    """The collectives fxddp uses, on one process group."""
+    """The collectives fxddp uses, on one process group.
+
+    Attributes:
+        numbers: gives backends, parameters and buffers the numbers by which ranks speak of them, in the order they
+            were met.
+        owners: the backends by number.
+        shadowed: (backend, kind, details) of what a rank without inputs has answered for models whose turn is to come.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
         self.size = process_group.size()
         self.rank = process_group.rank()
         self.scale = 1.0 / self.size
+        self.numbers = itertools.count(1)
+        self.owners: dict[int, weakref.ref[Backend]] = {}
+        self.shadowed: list[tuple[int, str, Any]] = []
+        self._channel: Channel | None = None
         self._sum = dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
 
@@ -35,15 +53,40 @@ class Group:
         """Such as "gloo" or "nccl"."""
         return dist.get_backend(self.process_group)
 
+    @property
+    def channel(self) -> Channel:
+        """The side channel of the group; all ranks must ask for it the first time."""
+        if self._channel is None:
+            self._channel = Channel(self)
+        return self._channel
+
+    def count(self, collectives: int = 1) -> None:
+        """Counts collectives that are about to start on the data group."""
+        if self.size > 1:
+            self.channel.launched += collectives
+
     def all_reduce(self, tensor: Tensor) -> Any:
         """Starts summing `tensor` over the ranks, in place; returns the work to wait for."""
+        self.count()
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         return self.process_group.allreduce([tensor], self._sum)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrites `tensor` with the group's first rank's."""
-        dist.broadcast(tensor, group=self.process_group, group_src=0)
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        """Overwrites `tensor` with that of one of the group's ranks."""
+        self.count()
+        dist.broadcast(tensor, group=self.process_group, group_src=root)
+
+    def wait(self, work: Any, what: Callable[[], str]) -> None:
+        """Waits for launched work; `what` says what for, in an error. NCCL's wait returns at once.
+
+        Raises:
+            RanksDisagree: another rank gave up, or did not come in time.
+        """
+        if self._channel is None or self.backend_name != "gloo":
+            work.wait()
+        else:
+            self._channel.wait(work, what)
 
     def gather_objects(self, value: Any, device: torch.device | None = None) -> list[Any]:
         """Everybody's `value`, by rank; on NCCL it travels through `device`, by default the current one."""
@@ -52,18 +95,20 @@ class Group:
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
+    def give_up(self, reason: str) -> None:
+        """Tells the other ranks that this one launches nothing more of what was announced."""
+        if self._channel is not None:
+            self._channel.give_up(reason)
+
     def drain(self, work: Any) -> bool:
         """Waits for launched work that nobody will use, for a while at most; False if it failed.
 
         NCCL's work runs on its own stream and holds its tensors until it is done: there is nothing to wait for, and a
         wait that times out would abort the communicator.
         """
-        if self.backend_name == "gloo":
-            try:
-                work.wait(DRAIN)
-            except RuntimeError:  # the other ranks may be gone; what matters is the error that brought us here
-                return False
-        return True
+        if self._channel is None or self.backend_name != "gloo":
+            return True
+        return self._channel.drain(work, DRAIN)
 
     def store(self, prefix: str) -> dist.Store:
         """A key-value store shared by the members, with keys of its own."""
@@ -96,8 +141,21 @@ class GroupLookup:
                 "compile again"
             )
         if self._last is None or self._last.process_group is not wanted:
-            self._last = Group(wanted)
+            self._last = _shared(wanted)
         return self._last
+
+
+_groups: list[Group] = []
+
+
+def _shared(process_group: dist.ProcessGroup) -> Group:
+    """The one `Group` of a process group: all backends on it share its side channel."""
+    _groups[:] = [group for group in _groups if _compat.group_exists(group.process_group)]
+    for group in _groups:
+        if group.process_group is process_group:
+            return group
+    _groups.append(Group(process_group))
+    return _groups[-1]
 
 
 def _refuse_forgotten_group() -> None:

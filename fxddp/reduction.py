@@ -5,13 +5,18 @@ under no_sync  set aside ─ … ─ hand back
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import _compat
+from .agreement import Proposal
+from .channel import RanksDisagree
+from .decision import Decision
 from .executor import Exceptions, bucket_views, run_pieces, scale_tensors
+from .packing import Assembly
 from .passes.plan import Bucket
 
 if TYPE_CHECKING:
@@ -21,6 +26,11 @@ if TYPE_CHECKING:
 
 Where = tuple[int, int]
 """A gradient: (bucket, position in it)."""
+
+ELSEWHERE, UNUSED = (-1, 0), (-1, 1)
+"""Gradients that only other ranks have, and that no rank has."""
+
+DEFER = Decision(defer=True)
 
 
 class NodeRun:
@@ -67,93 +77,132 @@ class LocalRun(NodeRun):
 
 
 class Reduction(NodeRun):
-    """A node whose gradients are reduced, each bucket launched as soon as it is packed."""
+    """A node whose gradients are reduced, each bucket launched as soon as it is packed and the ranks agree on it."""
 
     def __init__(self, backward: "Backward", artifact: "SplitBackward", call: "Call", exceptions: Exceptions) -> None:
         super().__init__(backward, artifact, call, exceptions)
-        agreement = backward.backend.agreement
-        self._wire = agreement.settle(call, artifact.program.plan, self.by_bucket, exceptions.dropped)
-        self._packed: list[tuple[Bucket, Tensor]] = []
+        self._plan = artifact.program.plan
+        self._proposal: Proposal | None = None
+        self._decision: Decision | None = None
+        self._assembly: Assembly | None = None
         self._to_autograd: list[tuple[Where, Tensor, Tensor, Launched]] = []
+        if self._plan.buckets and not backward.deferring:
+            event = call.binding.event(call, artifact.program, exceptions)
+            self._proposal = backward.backend.agreement.announce(event, call.group)
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Runs the pieces and launches; returns the backward's outputs."""
+        if self.backward.backend.joining:
+            self._decide()
         if self._can_run_whole():
             return self._run_whole(inputs)
         backward = self.backward
-        values = run_pieces(self.artifact, inputs, self.call.group.scale, self._on_bucket, backward.record.piece)
-        if self._wire is not None:
-            self._launch_repacked(self._wire)
+        values = run_pieces(self.artifact, inputs, backward.scale, self._on_bucket, backward.record.piece)
         for where, parameter, view, launched in self._to_autograd:
             backward.wait(launched)
             own = self.handed[where] = view.clone()
             backward.returned(parameter, own)
         return self.hand_back(values)
 
+    def _decide(self) -> Decision:
+        """What the ranks agreed on; waits for them the first time."""
+        if self._decision is None:
+            self._decision = DEFER if self._proposal is None else self._proposal.decision()
+            self._apply(self._decision)
+        return self._decision
+
+    def _apply(self, decision: Decision) -> None:
+        self.backward.follow_decision(decision)
+        exceptions, number = self.exceptions, self.backward.backend.replica.number
+        if decision.defer:
+            self.backward.deferring = True
+            if exceptions.reduced:
+                index, i = min(exceptions.reduced)
+                name = self.backward.backend.watch.name(self.by_bucket[index][i])
+                raise RanksDisagree(
+                    f"{name} has an accumulation hook, which needs its averaged gradient now, but ranks took different "
+                    "paths through this backward, and can only average at its end"
+                )
+            return
+        assert self._proposal is not None
+        if exceptions.dropped:
+            elsewhere = {
+                (index, i)
+                for index, i in exceptions.dropped
+                if self.by_bucket[index][i].requires_grad and number(self.by_bucket[index][i]) not in decision.unused
+            }
+            self.exceptions = replace(exceptions, dropped=exceptions.dropped - elsewhere, zeros=elsewhere)
+        if decision.buckets != self._proposal.event.buckets:
+            members = [[self.backward.backend.replica.tensor(n) for n in bucket] for bucket in decision.buckets]
+            unused = {id(self.backward.backend.replica.tensor(n)) for n in decision.unused}
+            here = {id(p) for bucket in self.by_bucket for p in bucket}
+            self._assembly = Assembly(members, here, unused)
+
     def _on_bucket(self, bucket: Bucket, flat: Tensor) -> None:
+        decision = self._decide()
         members = self.by_bucket[bucket.index]
-        if self.exceptions.local:
-            for i, view in enumerate(bucket_views(bucket, flat)):
-                if (bucket.index, i) in self.exceptions.local:
-                    self.handed[bucket.index, i] = view * self.call.group.size
+        exceptions = self.exceptions
+        wheres = [(bucket.index, i) for i in range(len(members))]
+        if exceptions.local or exceptions.zeros or decision.defer:
+            for where, parameter, view in zip(wheres, members, bucket_views(bucket, flat), strict=True):
+                if where in exceptions.local:
+                    self.handed[where] = view / self.backward.scale
+                elif where in exceptions.zeros:
+                    view.zero_()
+                elif decision.defer and where not in exceptions.skipped:
+                    self.backward.hold(parameter, view)
+        if decision.defer:
+            return
         self._fold(bucket, flat, members)
-        if self._wire is not None:
-            self._packed.append((bucket, flat))
-        elif self.exceptions.none:
+        if self._assembly is not None:
+            self._launch_ready(self._assembly, wheres, members, bucket_views(bucket, flat))
+        elif exceptions.none:
             self.backward.launch_later(bucket, flat, members)
         else:
-            wheres = [(bucket.index, i) for i in range(len(members))]
             self._launch(flat, wheres, members, bucket_views(bucket, flat))
 
     def _fold(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor]) -> None:
         """Adds what the parameters accumulated so far to the packed bucket, and takes it from them."""
-        before = self.backward.accumulated_before(members)
-        if before is None:
+        if self.backward.accumulated_before(members) is None:
             return
         into, added = [], []
         skipped = self.exceptions.skipped
         for i, view in enumerate(bucket_views(bucket, flat)):
-            old = None if (bucket.index, i) in skipped else self.backward.take(members[i], before[i])
+            old = None if (bucket.index, i) in skipped else self.backward.take(members[i])
             if old is not None:
                 into.append(view)
                 added.append(old)
         if into:
-            torch._foreach_add_(into, added, alpha=self.call.group.scale)
+            torch._foreach_add_(into, added, alpha=self.backward.scale)
 
     def _launch(
         self, flat: Tensor, wheres: Sequence[Where], members: Sequence[Tensor], views: Sequence[Tensor]
     ) -> None:
         """Launches a bucket of which not every view goes the usual way."""
-        skipped = self.exceptions.skipped
+        skipped = self.exceptions.skipped | {UNUSED}
         kept = [i for i, where in enumerate(wheres) if where not in skipped]
         launched = self.backward.launch(flat, [views[i] for i in kept], [members[i] for i in kept])
         for i in kept:
             if wheres[i] in self.exceptions.reduced:
                 self._to_autograd.append((wheres[i], members[i], views[i], launched))
 
-    def _launch_repacked(self, wire: Sequence[Sequence[int]]) -> None:
-        """Copies gradients into the buckets all ranks agreed on and launches those: same collectives as theirs."""
-        found: dict[int, tuple[Where, Tensor, Tensor]] = {}
-        for bucket, flat in self._packed:
-            members = self.by_bucket[bucket.index]
-            for i, view in enumerate(bucket_views(bucket, flat)):
-                found[id(members[i])] = ((bucket.index, i), members[i], view)
-        for identities in wire:
-            wheres, members, old_views = zip(*(found[identity] for identity in identities), strict=True)
-            flat = torch.cat([view.as_strided((view.numel(),), (1,)) for view in old_views])
-            views, offset = [], 0
-            with _compat.below_autograd():
-                for view in old_views:
-                    views.append(flat.as_strided(view.shape, view.stride(), offset))
-                    offset += view.numel()
-            self._launch(flat, wheres, members, views)
+    def _launch_ready(
+        self, assembly: "Assembly", wheres: Sequence[Where], members: Sequence[Tensor], views: Sequence[Tensor]
+    ) -> None:
+        """Copies gradients into the buckets all ranks agreed on and launches those that are full: in their order."""
+        for wanted, found in assembly.add(members, zip(wheres, views, strict=True)):
+            flat, places = self.backward.fill(wanted, [None if local is None else local[1] for local in found])
+            missing = [UNUSED if id(parameter) in assembly.unused else ELSEWHERE for parameter in wanted]
+            whose = [where if local is None else local[0] for local, where in zip(found, missing, strict=True)]
+            self._launch(flat, whose, wanted, places)
 
     def _can_run_whole(self) -> bool:
         """Whether the unsplit graph, with its collectives inside, does what this backward needs."""
         artifact, group = self.artifact, self.call.group
         return (
             artifact.whole is not None
-            and self._wire is None
+            and not self._decide().defer
+            and self._assembly is None
             and self.exceptions.none
             and (artifact.group_name, artifact.group_size) == (group.name, group.size)
             and all(self.backward.accumulated_before(members) is None for members in self.by_bucket)
@@ -163,7 +212,7 @@ class Reduction(NodeRun):
         program, backward = self.artifact.program, self.backward
         assert self.artifact.whole is not None
         backward.record.piece()
-        arguments = [*inputs, *scale_tensors(program, self.call.group.scale)]
+        arguments = [*inputs, *scale_tensors(program, backward.scale)]
         inputs.clear()
         values = list(self.artifact.whole(arguments))
         members: list[Tensor] = []

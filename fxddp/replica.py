@@ -4,47 +4,129 @@ Note [first contact]: ranks compile at different times or not at all, so nothing
 that Dynamo calls knows its parameters; when grad is enabled and it sees some for the first time, every rank is there.
 """
 
+import hashlib
+import json
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .agreement import RanksDisagree
+from .channel import RanksDisagree
+from .compiler import source_digest
+from .config import MIB
+from .decision import BUFFERS, CONTACT, Event
 from .passes.layout import contiguous_strides, gradient_strides
 
 if TYPE_CHECKING:
+    from .backend import Backend
+    from .config import Settings
     from .group import Group
 
 PACK_BYTES = 64 << 20
 
 
 class Replica:
-    """Remembers which tensors were made equal over which group."""
+    """Remembers which tensors were made equal over which group, and by which number the ranks speak of each."""
 
-    def __init__(self) -> None:
-        self._done: dict[int, tuple[weakref.ref[Tensor], Group]] = {}
+    def __init__(self, backend: "Backend") -> None:
+        self._backend = weakref.ref(backend)
+        self._met: dict[int, tuple[weakref.ref[Tensor], Group, int]] = {}
+        self._by_number: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._used: dict[int, weakref.ref[Tensor]] = {}
+        self._owner: tuple[Group | None, int] = (None, 0)
+        self._unmet: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
     def is_new(self, tensor: Tensor, group: "Group") -> bool:
         """True until `contact` met this tensor on this group."""
-        reference, met = self._done.get(id(tensor), (None, None))
+        reference, met, _ = self._met.get(id(tensor), (None, None, 0))
         return reference is None or reference() is not tensor or met is not group
 
-    def has_met(self, tensor: Tensor) -> bool:
-        """Whether `contact` met this tensor on some group."""
-        return id(tensor) in self._done
+    def number(self, tensor: Tensor) -> int:
+        """The number of a tensor that was met, the same on all ranks."""
+        return self._met[id(tensor)][2]
 
-    def note_use(self, tensors: Iterable[Tensor]) -> None:
-        """Notes that tensors are computed with before `contact` met them: where this rank may be the only one."""
-        for tensor in tensors:
+    def tensor(self, number: int) -> Tensor:
+        """The tensor with a number.
+
+        Raises:
+            RuntimeError: it is gone on this rank.
+        """
+        reference, name = self._by_number.get(number, (None, ""))
+        found = reference() if reference is not None else None
+        if found is None:
+            raise RuntimeError(f"another rank trains {name or number}, which does not exist any more on this one")
+        return found
+
+    def owner(self, group: "Group") -> int:
+        """The number of the backend on a group, the same on all ranks; 0 before its first contact."""
+        return self._owner[1] if self._owner[0] is group else 0
+
+    def name(self, number: int) -> str:
+        """Qualified name of the tensor with a number."""
+        return self._by_number.get(number, (None, ""))[1] or f"<parameter {number}>"
+
+    def title(self, number: int) -> str:
+        """Qualified name and shape of the tensor with a number."""
+        reference, _ = self._by_number.get(number, (None, ""))
+        tensor = reference() if reference is not None else None
+        return self.name(number) + ("" if tensor is None else f" {tuple(tensor.shape)}")
+
+    def note_use(self, tensors: Iterable[tuple[str, Tensor]], *, late: bool) -> None:
+        """Notes that tensors are computed with before `contact` met them: where this rank may be the only one.
+
+        Args:
+            tensors: names and tensors.
+            late: in a step that trains, so that it is too late to send rank 0's values. Otherwise, as in an
+                evaluation, they may still be sent; if they never are they must be equal on the ranks that use them.
+        """
+        for name, tensor in tensors:
             identity = id(tensor)
+            if identity in self._met:
+                continue
 
             def forget(_: object, identity: int = identity) -> None:
                 self._used.pop(identity, None)
+                self._unmet.pop(identity, None)
 
-            self._used[identity] = weakref.ref(tensor, forget)
+            self._unmet[identity] = (weakref.ref(tensor, forget), name)
+            if late:
+                self._used[identity] = weakref.ref(tensor, forget)
+
+    @property
+    def has_unmet(self) -> bool:
+        """Whether this rank computed with tensors that were never compared with the others'."""
+        return bool(self._unmet)
+
+    def compare_unmet(self, group: "Group") -> None:
+        """Compares what ranks computed with and never met, such as a frozen network that only runs under `no_grad`.
+
+        A collective. What only some ranks used, as in an evaluation on one of them, is not looked at.
+
+        Raises:
+            RanksDisagree: on every rank.
+        """
+        if group.size == 1:
+            self._unmet.clear()
+            return
+        mine: dict[str, list[str]] = {}  # several networks may have the same names
+        for reference, name in self._unmet.values():
+            tensor = reference()
+            if tensor is not None:
+                key = json.dumps([name, list(tensor.shape), str(tensor.dtype)])
+                mine.setdefault(key, []).append(digest(tensor))
+        self._unmet.clear()
+        everyone = group.channel.gather(mine, lambda: "compare what ran without gradients")
+        for rank, theirs in enumerate(everyone):
+            for key in everyone[0].keys() & theirs.keys():
+                fewer, more = sorted((Counter(theirs[key]), Counter(everyone[0][key])), key=Counter.total)
+                if not fewer <= more:
+                    raise RanksDisagree(
+                        f"{json.loads(key)[0]} on rank {rank} differs from rank 0's, and was computed with: no "
+                        f"graph that trains uses it, so that fxddp had no moment to send rank 0's. {EQUAL_STARTS}"
+                    )
 
     def contact(
         self, tensors: Sequence[tuple[str, Tensor]], group: "Group", *, send: bool, used: Iterable[int] = ()
@@ -65,27 +147,50 @@ class Replica:
         if not fresh:
             return
         kinds = [_kind_of(name, tensor) for name, tensor in fresh.values()]
-        device = next(iter(fresh.values()))[1].device
-        everyone = group.gather_objects(kinds, device)
-        for rank, theirs in enumerate(everyone):
-            _compare(rank, theirs, everyone[0])
+        backend = self._backend()
+        assert backend is not None
+        self._agree([_common(backend.settings), kinds], group, _compare_contact)
+        late: list[str] = []
         if send and group.size > 1:
             late = self._send(list(fresh.values()), group, {*used, *self._used})
-            for rank, names in enumerate(group.gather_objects(late, device)):
-                if names:
-                    raise RanksDisagree(
-                        f"{names[0]} on rank {rank} differs from rank 0's, but this step has already computed with it "
-                        "outside of the compiled graphs or in a graph where nothing trains. Start from equal weights "
-                        "on all ranks (the same seed, or a broadcast), or compile the whole module, so that fxddp can "
-                        "send rank 0's weights in time"
-                    )
-        for identity, (_, tensor) in fresh.items():
+            self._agree(late, group, _refuse_late)
+        if self._owner[0] is not group:
+            self._owner = (group, next(group.numbers))
+            group.owners[self._owner[1]] = weakref.ref(backend)
+        for identity, (name, tensor) in fresh.items():
             self._used.pop(identity, None)
+            self._unmet.pop(identity, None)
+            number = next(group.numbers)
 
-            def forget(_: object, identity: int = identity) -> None:
-                self._done.pop(identity, None)
+            def forget(_: object, identity: int = identity, number: int = number) -> None:
+                self._met.pop(identity, None)
+                self._by_number.pop(number, None)
 
-            self._done[identity] = (weakref.ref(tensor, forget), group)
+            reference = weakref.ref(tensor, forget)
+            self._met[identity] = (reference, group, number)
+            self._by_number[number] = (reference, name)
+
+    def _agree(self, mine: Any, group: "Group", compare: Callable[[int, Any, Any], None]) -> None:
+        """Has `compare(rank, theirs, rank 0's)` look at what differs between ranks."""
+        backend = self._backend()
+        assert backend is not None
+        proposal = backend.agreement.announce(Event(CONTACT, details=json.loads(json.dumps(mine))), group)
+        proposal.decision()
+        for rank, event in enumerate(proposal.events):
+            compare(rank, event.details, proposal.events[0].details)
+
+    def sync_buffers(self, buffers: Sequence[Tensor], group: "Group") -> None:
+        """Overwrites buffers that were met with those of the first rank that has inputs. A collective.
+
+        Raises:
+            RanksDisagree: the other ranks are at another step.
+        """
+        if not buffers or group.size == 1:
+            return
+        backend = self._backend()
+        assert backend is not None
+        event = Event(BUFFERS, (tuple(map(self.number, buffers)),), owner=self.owner(group))
+        send_buffers(buffers, group, backend.root(backend.agreement.announce(event, group).decision(), group))
 
     @torch.no_grad()
     def _send(self, tensors: list[tuple[str, Tensor]], group: "Group", used: set[int]) -> list[str]:
@@ -102,19 +207,19 @@ class Replica:
 
 
 @torch.no_grad()
-def sync_buffers(buffers: Sequence[Tensor], group: "Group") -> None:
-    """Overwrites buffers with rank 0's: one collective for each dtype and device."""
+def send_buffers(buffers: Sequence[Tensor], group: "Group", root: int = 0) -> None:
+    """Overwrites buffers with one rank's: one collective for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in buffers:
         kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     for same in kinds.values():
-        values = broadcast_values(same, group)
-        if group.rank != 0:
+        values = broadcast_values(same, group, root)
+        if group.rank != root:
             torch._foreach_copy_(same, values)
 
 
-def broadcast_values(tensors: Sequence[Tensor], group: "Group") -> list[Tensor]:
-    """Rank 0's values of tensors of one dtype and device, through one flat broadcast; the tensors stay as they are."""
+def broadcast_values(tensors: Sequence[Tensor], group: "Group", root: int = 0) -> list[Tensor]:
+    """One rank's values of tensors of one dtype and device, through one flat broadcast; changes none of them."""
     first = tensors[0]
     flat = torch.cat([t.detach().reshape(-1) for t in tensors])
     if flat.numel():
@@ -125,7 +230,7 @@ def broadcast_values(tensors: Sequence[Tensor], group: "Group") -> list[Tensor]:
             if first.dtype == torch.bool
             else flat
         )
-        group.broadcast(wire)
+        group.broadcast(wire, root)
     return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
 
 
@@ -144,13 +249,56 @@ def _packs(tensors: list[tuple[str, Tensor]]) -> Iterable[list[tuple[str, Tensor
         yield pack
 
 
-Kind = tuple[str, tuple[int, ...], tuple[int, ...], str, bool]
+EQUAL_STARTS = (
+    "Start from equal weights on all ranks (the same seed, or a broadcast), or compile the whole module, so that fxddp "
+    "can send rank 0's weights in time"
+)
+
+Kind = list[Any]
 """Name, shape, strides, dtype and whether it requires grad."""
+
+
+def _common(settings: "Settings") -> dict[str, Any]:
+    """What must be the same on all ranks."""
+    return {
+        "the version of torch": torch.__version__.split("+")[0],
+        "the version of fxddp": source_digest()[:12],
+        "bucket_mb": settings.cap / MIB,
+        "first_bucket_mb": settings.first_cap / MIB,
+        "find_unused_parameters": settings.find_unused_parameters,
+        "static_graph": settings.static_graph,
+        "init_sync": settings.init_sync,
+        "forward_sync_buffers": settings.forward_sync_buffers,
+    }
+
+
+def digest(tensor: Tensor) -> str:
+    """Changes with any bit of a tensor's values."""
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
 def _kind_of(name: str, tensor: Tensor) -> Kind:
     shape = tuple(tensor.shape)
-    return name, shape, gradient_strides(shape, tensor.stride()), str(tensor.dtype), tensor.requires_grad
+    return [name, shape, gradient_strides(shape, tensor.stride()), str(tensor.dtype), tensor.requires_grad]
+
+
+def _compare_contact(rank: int, theirs: Any, first: Any) -> None:
+    for setting, value in first[0].items():
+        if theirs[0][setting] != value:
+            raise RanksDisagree(
+                f"{setting} differs between ranks: {theirs[0][setting]!r} on rank {rank}, {value!r} on rank 0. Give "
+                "all ranks the same"
+            )
+    _compare(rank, theirs[1], first[1])
+
+
+def _refuse_late(rank: int, names: Any, _: Any) -> None:
+    if names:
+        raise RanksDisagree(
+            f"{names[0]} on rank {rank} differs from rank 0's, but this step has already computed with it outside of "
+            f"the compiled graphs or in a graph where nothing trains. {EQUAL_STARTS}"
+        )
 
 
 def _compare(rank: int, theirs: list[Kind], first: list[Kind]) -> None:
@@ -171,5 +319,6 @@ def _compare(rank: int, theirs: list[Kind], first: list[Kind]) -> None:
 
 def _show(kind: Kind) -> str:
     name, shape, stride, dtype, requires_grad = kind
+    shape, stride = tuple(shape), tuple(stride)
     layout = "" if stride == contiguous_strides(shape) else f" with strides {stride}"
     return f"{name} {shape} {dtype}{layout}{'' if requires_grad else ' (frozen)'}"

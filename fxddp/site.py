@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from . import _compat
 from .call import COMPILED_AUTOGRAD, Binding, Bindings, Call, getter
 from .compiler import Compilation
-from .replica import sync_buffers
+from .modules import beginning
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -58,21 +58,21 @@ class Site:
         self.compilation = compilation
         self.graph = graph
         self._compiled = compiled
-        frozen = tuple(p for p in sorted(inputs.names) if p not in inputs.trained and p not in inputs.buffers)
-        self._bindings = Bindings(self.trained or frozen)
+        self._begins = beginning()
+        self._bindings = Bindings(self.trained)
+        self._named = tuple(sorted(inputs.names))
+        self._seen = Bindings(self._named)
         mutated = compilation.backward.mutated if compilation.backward is not None else ()
         self._buffers = getter([position for position in inputs.buffers if position in mutated])
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs the forward; called by Dynamo's code."""
-        if not torch.is_grad_enabled():
-            return self._compiled(*arguments)
         backend = self.backend
+        if not torch.is_grad_enabled():
+            self._note_use(arguments, late=False)
+            return self._compiled(*arguments)
         if not self.trained:
-            parameters = self._bindings.pick(arguments)
-            if self._bindings.get(parameters) is None:
-                self._bindings.add(parameters, [""] * len(parameters))
-                backend.replica.note_use(p for p in parameters if not backend.replica.has_met(p))
+            self._note_use(arguments, late=True)
             return self._run_without_parameters(arguments)
         group = backend.lookup()
         if group is None:
@@ -84,16 +84,22 @@ class Site:
         sync = backend.is_sync(binding)
         if binding.group is not group:
             self._meet(binding, arguments, group)
-        if sync and backend.settings.forward_sync_buffers and group.size > 1:
-            buffers = self._buffers(arguments)
-            if buffers:
-                sync_buffers(buffers, group)
+        if sync and backend.settings.forward_sync_buffers and not _compat.in_backward():  # recomputes: no new values
+            backend.replica.sync_buffers(self._buffers(arguments), group)
         since = _compat.sequence_number()
         results = self._compiled(*arguments)
         node = _compat.compiled_node(results, since) or _compat.compiled_node(arguments, since)
         if node is not None:
             node.register_prehook(Call(backend, binding, parameters, group, sync))
         return results
+
+    def _note_use(self, arguments: Sequence[Any], *, late: bool) -> None:
+        """Notes parameters and buffers that are computed with and may never meet the other ranks'."""
+        tensors = self._seen.pick(arguments)
+        if self._seen.get(tensors) is None:
+            names = [self.names[position] for position in self._named]
+            self._seen.add(tensors, names)
+            self.backend.replica.note_use(zip(names, tensors, strict=True), late=late)
 
     def _run_without_parameters(self, arguments: Sequence[Any]) -> Any:
         """Runs a graph that trains nothing, such as a compiled loss: what trains around it is found in backward."""
@@ -126,28 +132,34 @@ class Site:
             if isinstance(arguments[position], Tensor)
         ]
         fresh = any(backend.replica.is_new(tensor, group) for _, tensor in named)
-        used = _compat.upstream_leaves(arguments) if fresh else ()
-        backend.replica.contact(named, group, send=backend.settings.init_sync, used=map(id, used))
+        used: set[int] = set()
+        if fresh:
+            used = {*map(id, _compat.upstream_leaves(arguments)), *backend.modules.used_before(here, self._begins)}
+        backend.replica.contact(named, group, send=backend.settings.init_sync, used=used)
         binding.group = group
 
 
-def inspect(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str]) -> Inputs:
+def inspect(
+    gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str], is_ignored: Callable[[Any], bool]
+) -> Inputs:
     """Finds out what a Dynamo graph's inputs are.
 
     Args:
         gm: the graph.
         inputs: its (fake) example inputs.
         names: qualified names by id of the real tensors, as far as modules are known.
+        is_ignored: whether a real tensor is to be left alone.
     """
     named: dict[int, str] = {}
     roots: dict[int, str] = {}
     trained: dict[int, Tensor] = {}
     buffers = []
     for position, (node, value) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
-        if not isinstance(value, Tensor):
+        example = _compat.placeholder_example(node)
+        if not isinstance(value, Tensor) or is_ignored(example):
             continue
         source = _compat.placeholder_source(node)
-        known = names.get(id(_compat.placeholder_example(node)))
+        known = names.get(id(example))
         parameter = isinstance(value, nn.Parameter)
         if not parameter and not known and "_buffers[" not in source:
             continue

@@ -5,27 +5,24 @@ parameter tells when autograd itself accumulated into it; parameters nobody told
 parameters is seen for the first time.
 """
 
-import gc
-import hashlib
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from . import _compat
+from .living import living
+from .replica import digest
 
 if TYPE_CHECKING:
     from .backend import Backend
     from .group import Group
-    from .stats import BackwardRecord
 
 _owners: dict[int, tuple["weakref.ref[Watch]", RemovableHandle]] = {}
 
@@ -69,14 +66,6 @@ class Watch:
     def name(self, parameter: Tensor) -> str:
         """The parameter's qualified name as far as it is known."""
         return self._names.get(id(parameter)) or f"<parameter of shape {tuple(parameter.shape)}>"
-
-    def names_of(self, identity: int) -> str:
-        """The name of the watched parameter with this id."""
-        return self._names.get(identity) or "<unnamed parameter>"
-
-    def names(self) -> tuple[str, ...]:
-        """Names of all watched parameters, in the order they became known."""
-        return tuple(self._names.values())
 
     def add(self, parameter: Tensor, name: str, *, rename: bool = False) -> None:
         """Watches a parameter; with `rename` the name replaces one it has."""
@@ -127,17 +116,16 @@ class Watch:
         asked. With them, and with those of compiled graphs, come all others of the modules they belong to: these may
         be unfrozen or used later. Only done when a set of parameters is seen for the first time.
         """
-        objects = _tracked_objects()
-        running = [
+        parameters, modules = living()
+        running: list[Tensor] = [
             parameter
-            for parameter in _instances(objects, nn.Parameter)
+            for parameter in parameters
             if not _watched(parameter)
             and not is_lazy(parameter)
             and parameter.requires_grad
             and parameter.is_leaf
             and _compat.accumulates(parameter)
         ]
-        modules = _instances(objects, nn.Module)
         names = _relatives(modules, self._refs.keys() | set(map(id, running)))
         unknown = {id(p): p for p in running}
         unknown |= {id(p): p for _, p in names.values() if not _watched(p) and type(p.data) is Tensor}
@@ -157,46 +145,12 @@ class Watch:
 
     def meet(self, parameters: Sequence[Tensor], group: "Group") -> None:
         """First contact of parameters that no graph has: this step has computed with them, so they must be equal."""
-        backend = self._backend()
-        assert backend is not None
-        named = [(self.name(p), p) for p in parameters]
-        backend.replica.contact(named, group, send=backend.settings.init_sync, used=map(id, parameters))
-
-    def reduce(
-        self, parameters: Sequence[Tensor], group: "Group", record: "BackwardRecord", after: tuple[int, ...]
-    ) -> None:
-        """Averages the `.grad` of these parameters in place, packed by dtype and device up to a bucket's size.
-
-        Called with none as well, at the end of every synchronised backward.
-        """
-        backend = self._backend()
-        assert backend is not None
         if not parameters:
-            backend.agreement.settle_uncovered((), group, after)
             return
-        rank_order = {identity: i for i, identity in enumerate(self._names)}
-        parameters = sorted(parameters, key=lambda p: rank_order.get(id(p), len(rank_order)))
-        by_id = {id(p): p for p in parameters}
-        parameters = [by_id[identity] for identity in backend.agreement.settle_uncovered(parameters, group, after)]
-        self.meet(parameters, group)
-        dense = []
-        for parameter in parameters:
-            grad = parameter.grad
-            assert grad is not None
-            if grad.layout is not torch.strided:
-                grad = parameter.grad = grad.to_dense()
-            dense.append(grad)
-        record.uncovered += tuple(map(self.name, parameters))
-        record.uncovered_bytes += sum(grad.nbytes for grad in dense)
-        for grads in _packs(dense, backend.settings.cap):
-            flat = torch.cat([grad.reshape(-1) * group.scale for grad in grads])
-            if flat.numel():
-                group.all_reduce(flat).wait()
-                record.uncovered_launches += 1
-            views = [
-                part.view(grad.shape) for part, grad in zip(flat.split([g.numel() for g in grads]), grads, strict=True)
-            ]
-            torch._foreach_copy_(grads, views)
+        backend = self._backend()
+        assert backend is not None
+        named = _in_common_order((self.name(p), p) for p in parameters)
+        backend.replica.contact(named, group, send=backend.settings.init_sync, used=map(id, parameters))
 
 
 class _Hook:
@@ -215,24 +169,6 @@ class _Hook:
 def _watched(parameter: Tensor) -> bool:
     owner = _owners[id(parameter)][0]() if id(parameter) in _owners else None
     return owner is not None and parameter in owner
-
-
-def _tracked_objects() -> list[Any]:
-    if gc.get_freeze_count():  # what is frozen is not listed, and no parameter may be missed
-        gc.unfreeze()
-    return gc.get_objects()
-
-
-def _instances(objects: Sequence[object], kind: type) -> list[Any]:
-    """Those of this class or one derived from it. There may be millions of objects, so none is asked anything."""
-    classes: set[type] = set()
-    waiting = [kind]
-    while waiting:
-        one = waiting.pop()
-        if one not in classes:
-            classes.add(one)
-            waiting += one.__subclasses__()
-    return list(compress(objects, map(classes.__contains__, map(type, objects))))
 
 
 def _relatives(modules: Sequence[nn.Module], family: AbstractSet[int]) -> dict[int, tuple[str, Tensor]]:
@@ -254,13 +190,8 @@ def _in_common_order(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Ten
         alike.setdefault((name, tuple(parameter.shape), str(parameter.dtype)), []).append(parameter)
     for same in alike.values():
         if len(same) > 1:
-            same.sort(key=_digest)
+            same.sort(key=digest)
     return [(key[0], parameter) for key in sorted(alike) for parameter in alike[key]]
-
-
-def _digest(parameter: Tensor) -> str:
-    values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
 def _differentiable(parameter: Tensor) -> bool:
@@ -276,16 +207,3 @@ def refuse_subclass(parameter: Tensor, name: str) -> None:
             "sharded or wrapped one is managed elsewhere. Leave this module to its own library, or give fxddp the "
             "plain module"
         )
-
-
-def _packs(grads: Sequence[Tensor], cap: int) -> list[list[Tensor]]:
-    packs: list[list[Tensor]] = []
-    size = 0
-    for grad in grads:
-        kind = (grad.dtype, grad.device)
-        if not packs or (packs[-1][0].dtype, packs[-1][0].device) != kind or size + grad.nbytes > cap:
-            packs.append([])
-            size = 0
-        packs[-1].append(grad)
-        size += grad.nbytes
-    return packs

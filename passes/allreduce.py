@@ -35,6 +35,12 @@ BUCKET_META = "fxddp_bucket"
 GRADIENT_META = "fxddp_gradient"
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node starts a collective, whoever put it there."""
+    name = getattr(node.target, "namespace", "")
+    return "c10d_functional" in name and not is_wait(node) and "wait_tensor" not in str(node.target)
+
+
 def is_send(node: fx.Node) -> bool:
     """Whether a node is the all-reduce of a bucket; a model may have collectives of its own in its backward."""
     return node.target is ALL_REDUCE and BUCKET_META in node.meta

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .allreduce import BUCKET_META, GRADIENT_META, SCALE_META, is_send, is_wait
+from .allreduce import BUCKET_META, GRADIENT_META, SCALE_META, is_collective, is_send, is_wait
 from .gradients import graph_outputs
 from .plan import BucketPlan
 
@@ -33,6 +33,7 @@ class Step:
         dead: slots nobody reads afterwards.
         bucket: index of the bucket to launch, or None.
         flat: slot of the packed bucket.
+        collectives: how many collectives of the model itself the piece starts, such as those of SyncBatchNorm.
     """
 
     inputs: tuple[int, ...]
@@ -40,6 +41,7 @@ class Step:
     dead: tuple[int, ...]
     bucket: int | None
     flat: int
+    collectives: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.Gr
                 dead=tuple(sorted(slot[node] for node in dead)),
                 bucket=None if send is None else send.meta[BUCKET_META],
                 flat=slot[flat] if isinstance(flat, fx.Node) else -1,
+                collectives=sum(map(is_collective, body)),
             )
         )
         modules.append(_build(gm, body, inputs, outputs))

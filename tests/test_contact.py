@@ -365,6 +365,81 @@ def test_equal_weights_in_an_eager_start(pool: Pool, seed: str):
     pool.run(eager_start, seed=seed)
 
 
+class FrozenAround(nn.Module):
+    """What is frozen is used by eager code, before the first graph or after it; a loop makes Dynamo give up."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.frozen, self.rest = nn.Linear(8, 8).requires_grad_(False), Block()
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1 if self.where == "loop" else 0):
+            x = self.eager(x)
+        if self.where == "before":
+            x = self.eager(x)
+        x = self.rest(x)
+        return self.eager(x) if self.where == "after" else x
+
+    @torch._dynamo.disable
+    def eager(self, x: Tensor) -> Tensor:
+        return self.frozen(x) * self.scale
+
+
+def as_module(module: nn.Module) -> Any:
+    return torch.compile(module, backend=small_backend())
+
+
+def as_function(module: nn.Module) -> Any:
+    return torch.compile(lambda x: module(x) + 0, backend=small_backend())
+
+
+def in_blocks(module: nn.Module) -> Any:
+    """Two modules of one class: the second runs code that was compiled for another."""
+    backend = small_backend()
+    for block in (module, other := copy.deepcopy(module)):
+        block.compile(backend=backend)
+    other(data(0, 6, 8)).sum().backward()
+    return module
+
+
+def frozen_around(rank: int, world: int, where: str, odd: str, compile_it: Callable[[nn.Module], Any]) -> str:
+    torch._dynamo.reset()
+    module = seeded(0, lambda: FrozenAround(where))
+    model = compile_it(module)
+    if odd:
+        with torch.no_grad():
+            module.state_dict()[odd].add_(rank)
+    if odd and where != "after":
+        error = error_of(lambda: loss_of(model, 0))
+        return f"{type(error).__name__}: {error}"
+    step(module, model, f"frozen {where}")
+    expect_equal(state(module), state(from_rank_0(module)), "state")
+    return ""
+
+
+@pytest.mark.parametrize("compile_it", [as_module, as_function, in_blocks])
+@pytest.mark.parametrize("odd", ["frozen.weight", "scale"])
+@pytest.mark.parametrize("where", ["before", "loop"])
+def test_different_frozen_tensors_in_an_eager_start_are_refused(pool: Pool, where: str, odd: str, compile_it: Any):
+    for message in pool.run(frozen_around, where, odd, compile_it):
+        assert message.startswith("RanksDisagree"), message
+        assert f"{odd} on rank 1 differs from rank 0's" in message
+
+
+@pytest.mark.parametrize("compile_it", [as_module, as_function, in_blocks])
+@pytest.mark.parametrize("odd", ["", "frozen.weight", "scale"])
+def test_different_frozen_tensors_after_the_first_graph_are_sent(pool: Pool, odd: str, compile_it: Any):
+    pool.run(frozen_around, "after", odd, compile_it)
+
+
+@pytest.mark.parametrize("compile_it", [as_module, as_function, in_blocks])
+@pytest.mark.parametrize("where", ["before", "loop"])
+def test_equal_frozen_tensors_in_an_eager_start(pool: Pool, where: str, compile_it: Any):
+    pool.run(frozen_around, where, "", compile_it)
+
+
 class Regional(nn.Module):
     """Compiled blocks between eager modules of the same shapes, which nobody told the backend about."""
 
@@ -466,6 +541,8 @@ def regional_frozen_by_gc(rank: int, world: int) -> None:
     regional(module)
     language(module, 0).backward()
     expect_equal(gradients(module), average(local_gradients(module, lambda m: language(m, 0))), "gradients", tol=1e-6)
+    expect(all(other is not module for other in gc.get_objects()), "the model is not frozen any more")
+    gc.unfreeze()
 
 
 def test_eager_parameters_that_the_garbage_collector_does_not_list(pool: Pool):
@@ -608,6 +685,58 @@ def frozen_start(rank: int, world: int, differs: bool) -> tuple[str, str]:
         step(module, model, f"step {i}", partial(loss_of, i=i))
     expect(len(backend.sites) >= 2, f"{len(backend.sites)} graphs: this tests nothing")
     return "", ""
+
+
+def frozen_apart(rank: int, world: int, differs: str) -> str:
+    """A network that only runs under `no_grad` is compared at the end of a step: nothing else ever meets it."""
+    teacher, module = frozen(seeded(0, Mlp)) if differs != "trainable" else seeded(0, Mlp), seeded(1, Mlp)
+    if differs:
+        with torch.no_grad():
+            teacher.last.weight.add_(rank)
+    model, backend = compiled(module)
+    teacher_model = torch.compile(teacher, backend=backend)
+    alone = torch.compile(frozen(seeded(2 + rank, lambda: Mlp(9))), backend=backend)
+
+    def loss(model: Any, i: int) -> Tensor:
+        with torch.no_grad():
+            target = teacher_model(data(i, 6, 8))
+            if rank == 0:
+                alone(data(i, 6, 8))  # what one rank alone evaluates is nobody else's business
+        return (model(data(i, 6, 8)) - target).square().mean()
+
+    if differs:
+        return str(error_of(lambda: loss(model, 0).backward()))
+    for i in range(3):
+        step(module, model, f"step {i}", partial(loss, i=i))
+    return ""
+
+
+@pytest.mark.parametrize("differs", ["", "frozen", "trainable"])
+def test_a_network_that_only_runs_without_gradients(pool: Pool, differs: str):
+    for message in pool.run(frozen_apart, differs):
+        if differs:
+            assert "last.weight on rank 1 differs from rank 0's" in message
+            assert "Start from equal weights on all ranks" in message
+
+
+SETTINGS: dict[str, Any] = {
+    "bucket_mb": (0.001, 0.002),
+    "find_unused_parameters": (False, True),
+    "static_graph": (True, False),
+    "forward_sync_buffers": (True, False),
+}
+
+
+def other_settings(rank: int, world: int, name: str) -> str:
+    model, _ = compiled(seeded(0, Mlp), **{name: SETTINGS[name][rank]})
+    return str(error_of(lambda: loss_of(model, 0)))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_other_settings_are_refused_on_every_rank(pool: Pool, name: str):
+    for message in pool.run(other_settings, name):
+        assert f"{name} differs between ranks" in message
+        assert "on rank 1" in message
 
 
 def test_a_frozen_part_that_runs_before_anything_trains(pool: Pool):

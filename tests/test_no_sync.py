@@ -247,28 +247,37 @@ def both_kinds(rank: int, world: int) -> None:
                 f"local forward {'first' if local_first else 'last'}, {'something' if pending else 'nothing'} pending"
             )
             expect(backend.stats().last.sync, f"{what}: not on record as synchronised")
-            check_both_kinds(module, what, pending=pending)
+            averaged = average(local(module, *[5] * pending, 2, 1))
+            same(module, averaged, what, tol=1e-6)  # what a parameter accumulates is averaged, whichever came first
             loss_of(model, 3).backward()
             everything = local(module, *[5, 1, 2, 3] if pending else [1, 2, 3])
             same(module, average(everything), f"{what}: the next step", tol=1e-6)
 
 
-def check_both_kinds(module: nn.Module, what: str, *, pending: bool) -> None:
-    """The synchronised part is averaged; the other one is too if it was there when the bucket was launched."""
-    before = [5] if pending else []
-    averaged = average(local(module, *before, 2, 1))
-    apart = total(average(local(module, *before, 2)), local(module, 1))
-    errors = []
-    for expected in (averaged, apart):
-        try:
-            same(module, expected, what, tol=1e-6)
-        except AssertionError as error:
-            errors.append(str(error))
-    expect(len(errors) == 1, f"{what}: neither averaged nor local: {errors}")
-
-
 def test_both_kinds_in_one_backward(pool: Pool):
     pool.run(both_kinds)
+
+
+def both_kinds_of_two_models(rank: int, world: int) -> None:
+    """One backward of a model under no_sync and another that synchronises: each as if it were alone."""
+    local_module, other_module = seeded(0, Mlp), seeded(1, lambda: Mlp(16))
+    backend = small_backend()
+    local_model, other = (torch.compile(module, backend=backend) for module in (local_module, other_module))
+    for order in (1, -1):
+        local_module.zero_grad()
+        other_module.zero_grad()
+        with backend.no_sync(local_module):
+            losses = [loss_of(local_model, 1)]
+        losses.append(loss_of(other, 2))
+        sum(losses[::order]).backward()  # type: ignore[union-attr]
+        same(local_module, local(local_module, 1), "under no_sync", tol=1e-6)
+        same(other_module, average(local(other_module, 2)), "synchronised", tol=1e-6)
+        loss_of(local_model, 3).backward()
+        same(local_module, average(local(local_module, 1, 3)), "the next step", tol=1e-6)
+
+
+def test_both_kinds_of_two_models(pool: Pool):
+    pool.run(both_kinds_of_two_models)
 
 
 def untouched_by_the_synchronised_step(rank: int, world: int, split: bool) -> None:

@@ -1,0 +1,214 @@
+"""The side channel of a group: what ranks tell each other about their collectives before they run them.
+
+Note [side channel]: every step of fxddp that communicates starts with a record, a few integers that all ranks exchange
+on a small gloo group of their own, whatever the data travels on. Records pair up by their order, so a rank always
+learns what the others are about to do, and collectives of the data group only run where all records were equal or all
+ranks drew the same conclusion from their difference. A record is sent when a backward starts and waited for when the
+first bucket is packed.
+
+What records cannot tell is what happened after them: a rank that gave up a backward half-way leaves a note in the
+group's store, and a rank that waits longer than `STALL` reads the others' notes.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from . import _compat
+
+if TYPE_CHECKING:
+    from .group import Group
+
+STALL = timedelta(seconds=1)
+"""How long a wait may take before this rank looks for notes of the others."""
+
+WORDS = 6
+"""Integers in a record that the caller fills."""
+
+Record = tuple[int, ...]
+
+
+class RanksDisagree(RuntimeError):
+    """Ranks came to the same point of a training run with different parameters, shapes or settings."""
+
+
+class Announced:
+    """A record under way to the other ranks."""
+
+    __slots__ = ("_channel", "_rows", "_what", "_work")
+
+    def __init__(self, channel: "Channel", rows: torch.Tensor, work: Any, what: Callable[[], str]) -> None:
+        self._channel = channel
+        self._rows = rows
+        self._work = work
+        self._what = what
+
+    def records(self) -> list[Record]:
+        """Waits for the records of all ranks.
+
+        Raises:
+            RanksDisagree: a rank is at another step, has launched other collectives, failed, or did not come in time.
+        """
+        channel = self._channel
+        channel.wait(self._work, self._what)
+        rows = self._rows.tolist()
+        if any(row[:2] != rows[0][:2] for row in rows):
+            channel.refuse_steps(rows)
+        return [tuple(row[2:]) for row in rows]
+
+
+class Channel:
+    """The side channel of one process group. Made by all its ranks together.
+
+    Attributes:
+        step: how many records were announced.
+        launched: how many collectives were started on the data group; where a rank gave up half-way these differ.
+    """
+
+    def __init__(self, group: "Group") -> None:
+        token = group.gather_objects(uuid.uuid4().hex)[0]
+        self.rank, self.size = group.rank, group.size
+        self.step = 0
+        self.launched = 0
+        self.timeout: timedelta = _compat.group_timeout(group.process_group)
+        self._store = group.store(f"fxddp/{token}")
+        self._side = _compat.side_group(group.store(f"fxddp/{token}/side"), self.rank, self.size, self.timeout)
+        self._broken = ""
+        self._given_up: dict[int, int] = {}
+
+    def announce(self, record: Sequence[int], what: Callable[[], str]) -> Announced:
+        """Sends a record of `WORDS` integers; `what` describes the step in an error: "rank 0 is about to {what}".
+
+        Raises:
+            RanksDisagree: the ranks lost each other earlier.
+        """
+        if self._broken:
+            raise RanksDisagree(self._broken)
+        self.step += 1
+        mine = torch.tensor([self.step, self.launched, *record])
+        rows = torch.empty(self.size, len(mine), dtype=torch.int64)
+        return Announced(self, rows, _compat.all_gather(self._side, rows, mine), what)
+
+    def gather(self, value: Any, what: Callable[[], str]) -> list[Any]:
+        """Everybody's `value` (of JSON's types), by rank, after records that differed."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        self.wait(_compat.all_gather(self._side, sizes, torch.tensor([len(text)])), what)
+        longest = int(sizes.max())
+        rows = torch.empty(self.size, longest, dtype=torch.uint8)
+        padded = torch.cat([text, text.new_zeros(longest - len(text))])
+        self.wait(_compat.all_gather(self._side, rows, padded), what)
+        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes.tolist(), strict=True)]
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def wait(self, work: Any, what: Callable[[], str]) -> None:
+        """Waits for gloo work of this step.
+
+        Raises:
+            RanksDisagree: another rank gave up this step, died, or did not come within the group's timeout; and from
+                then on at every announcement.
+        """
+        since = time.monotonic()
+        while True:
+            started = time.monotonic()
+            try:
+                work.wait(STALL)
+            except RuntimeError as error:
+                waited = time.monotonic() - started
+                late = timedelta(seconds=time.monotonic() - since) >= self.timeout
+                if late or waited < STALL.total_seconds() / 2 or "timed out" not in str(error).lower():
+                    with suppress(dist.DistError):
+                        self._look(what)
+                    self._lost(what(), error)
+            else:
+                return
+            self._store.set(f"at/{self.rank}", str(self.step))
+            self._look(what)
+
+    def _look(self, what: Callable[[], str]) -> None:
+        """Reads what other ranks noted: raises if one of them will not come to where this rank waits."""
+        for rank in range(self.size):
+            if rank == self.rank or not self._store.check([f"note/{rank}"]):
+                continue
+            note = json.loads(self._store.get(f"note/{rank}"))
+            here = self._given_up.get(note["step"])
+            if note["lost"] or (note["step"] == self.step and here is None):
+                self._break(f"rank {self.rank} was about to {what()}, but rank {rank} {note['text']}")
+            if here is not None and here != note["launched"]:
+                self._break(
+                    f"ranks gave up a backward at different points: rank {rank} {note['text']}, after "
+                    f"{note['launched']} collectives of the run; rank {self.rank} after {here}"
+                )
+
+    def _lost(self, what: str, error: RuntimeError) -> None:
+        missing = []
+        with suppress(RuntimeError):
+            self._store.set(f"at/{self.rank}", str(self.step))
+            time.sleep(STALL.total_seconds())  # the others notice at the same time, and say so
+            for rank in range(self.size):
+                here = self._store.check([f"at/{rank}"]) and int(self._store.get(f"at/{rank}")) == self.step
+                missing += [] if here else [rank]
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or 'unknown'}"
+        self._break(
+            f"rank {self.rank} was about to {what}, but {who} did not come to the same point within the group's "
+            f"timeout of {self.timeout.total_seconds():g} s, or is gone: it stopped, took another path through the "
+            f"model, or ran another number of backwards. Look for an error of that rank ({error})",
+            error,
+        )
+
+    def _break(self, message: str, cause: BaseException | None = None) -> None:
+        """Gives up the channel for good: its ranks cannot know any more where the others are."""
+        self._broken = f"{message}. The ranks lost each other there: start the training again from a checkpoint"
+        self._note(message, lost=True)
+        raise RanksDisagree(message) from cause
+
+    # --- giving up --------------------------------------------------------------------------------
+
+    def give_up(self, reason: str) -> None:
+        """Notes that this rank will launch nothing more of this step; that is a step of its own."""
+        self._given_up = {self.step: self.launched}
+        self._note(f"gave up there: {reason}", lost=False)
+        self.step += 1
+
+    def _note(self, text: str, *, lost: bool) -> None:
+        note = {"step": self.step, "launched": self.launched, "text": text, "lost": lost}
+        with suppress(RuntimeError):  # the store's process may be gone; what matters is the error that brought us here
+            self._store.set(f"note/{self.rank}", json.dumps(note))
+
+    def drain(self, work: Any, patience: timedelta) -> bool:
+        """Waits for launched gloo work that nobody will use; False if the others will not come."""
+        since = time.monotonic()
+        while time.monotonic() - since < patience.total_seconds():
+            try:
+                work.wait(STALL)
+            except RuntimeError as error:
+                if "timed out" not in str(error).lower():
+                    return False
+                try:
+                    self._look(lambda: "clean up after an error")
+                except RanksDisagree:
+                    return False
+            else:
+                return True
+        return False
+
+    def refuse_steps(self, rows: Sequence[Sequence[int]]) -> None:
+        """Raises for records of ranks that are at different steps, and has them go on from the same one."""
+        ahead = max(row[0] for row in rows)
+        self.step = ahead
+        where = "; ".join(f"rank {rank}: step {row[0]}, {row[1]} collectives" for rank, row in enumerate(rows))
+        message = (
+            f"ranks are at different steps ({where}): a backward was given up, or ran, on some ranks only. All ranks "
+            "must skip a step, or none"
+        )
+        if any(row[1] != rows[0][1] for row in rows):
+            self._break(message)
+        raise RanksDisagree(message)

@@ -1,0 +1,227 @@
+"""What the ranks do where their next steps differ: a pure function of what each of them announced.
+
+Parameters are named by serial numbers that all ranks share (`replica.py`). Every rank draws the same conclusion from
+the same events, so no collective can be mismatched:
+
+all at a graph, same parameters, another order or grouping    rank 0's buckets travel, the others copy into them
+all at a graph, other parameters        find_unused_parameters: the union travels, zeros stand in; else defer
+some at a graph, others at the end      find_unused_parameters: the latter stand in with zeros; else defer
+all at the end                          equal sets, or with find_unused_parameters their union; else an error
+with collectives of the model inside    as if find_unused_parameters were not set: theirs and ours must not interleave
+anything else                           an error
+
+Deferred, every rank keeps its gradients to the end of the backward, where the sets of the whole backward are compared:
+a graph break or a recompile limit on one rank only changes how gradients are grouped, not which there are.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from .channel import Record
+
+Layout = tuple[tuple[int, ...], ...]
+"""Buckets of parameters, by serial number."""
+
+GRAPH = "a compiled graph"
+HOOK = "an accumulation hook"
+END = "the end of the backward"
+BUFFERS = "the buffers before a forward"
+FORWARD = "a forward under join"
+CONTACT = "first contact"
+JOINED = "no more inputs"
+KINDS = (GRAPH, HOOK, END, BUFFERS, FORWARD, CONTACT, JOINED)
+
+
+@dataclass(frozen=True)
+class Event:
+    """The next step of a rank.
+
+    Attributes:
+        kind: one of `KINDS`.
+        buckets: parameters (or buffers) it concerns, in the order they travel.
+        unused: those of them that got no gradient here.
+        hooked: those whose tensor hooks want to see the local gradient first.
+        details: anything else that must be equal, of JSON's types.
+        owner: the number of the backend.
+    """
+
+    kind: str
+    buckets: Layout = ()
+    unused: tuple[int, ...] = ()
+    hooked: tuple[int, ...] = ()
+    details: Any = None
+    owner: int = 0
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """The parameters it concerns, sorted."""
+        return tuple(sorted(chain.from_iterable(self.buckets)))
+
+    @cached_property
+    def record(self) -> Record:
+        """Six integers that are equal where events are."""
+        layout = chain.from_iterable((*bucket, -1) for bucket in self.buckets)
+        sets = (self.members, layout, self.unused, self.hooked)
+        details = int.from_bytes(
+            hashlib.blake2b(repr((self.details, self.owner)).encode(), digest_size=7).digest(), "big"
+        )
+        return (KINDS.index(self.kind), *map(_digest, sets), details)
+
+    @cached_property
+    def alone(self) -> "Decision":
+        """What is done where all ranks are at this event."""
+        return Decision(self.buckets, frozenset(self.unused), compare=self.kind == END and bool(self.details))
+
+    def to_json(self) -> dict[str, Any]:
+        """The event in JSON's types."""
+        fields = ("kind", "buckets", "unused", "hooked", "details", "owner")
+        return {name: getattr(self, name) for name in fields}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> "Event":
+        """The reverse of `to_json`."""
+        buckets = tuple(map(tuple, data["buckets"]))
+        sets = (tuple(data["unused"]), tuple(data["hooked"]))
+        return Event(data["kind"], buckets, *sets, data["details"], data["owner"])
+
+
+def _digest(numbers: Iterable[int]) -> int:
+    return int.from_bytes(hashlib.blake2b(array("q", numbers).tobytes(), digest_size=7).digest(), "big")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do next.
+
+    Attributes:
+        buckets: what travels; zeros stand in where a rank has no gradient.
+        unused: parameters in them that no rank has a gradient of: their `.grad` stays.
+        defer: nothing travels before the end of the backward.
+        again: ranks that stood in for the others and are still at their own step.
+        active: ranks that take part with inputs of their own; None for all.
+        root: the last rank that has inputs, whose buffers the others get, as under stock DDP; None for all.
+        compare: some rank computed with tensors that were never compared with the others'.
+        step: for ranks without inputs, what the first of the others does; its end only if it is that of all.
+    """
+
+    buckets: Layout = ()
+    unused: frozenset[int] = frozenset()
+    defer: bool = False
+    again: frozenset[int] = field(default=frozenset())
+    active: int | None = None
+    root: int | None = None
+    compare: bool = False
+    step: Event | None = None
+
+
+class Different(Exception):
+    """The steps of the ranks cannot be made one; the text says how they differ."""
+
+
+def decide(events: Sequence[Event], *, find_unused: bool, name: Callable[[int], str]) -> Decision:
+    """Makes one step of the ranks' different steps.
+
+    Args:
+        events: by rank.
+        find_unused: whether ranks may reduce different parameters.
+        name: qualified name of a parameter by its number, for errors.
+
+    Raises:
+        Different: they cannot be made one.
+    """
+    active = {rank: event for rank, event in enumerate(events) if event.kind != JOINED}
+    joined = frozenset(range(len(events))) - active.keys()
+    if not active:
+        return Decision(active=0)
+    compare = any(event.kind == END and event.details for event in active.values())
+    active = {rank: replace(event, details=None) if event.kind == END else event for rank, event in active.items()}
+    first = active[min(active)]
+    extra: dict[str, Any] = {"compare": compare}
+    if joined:
+        going = [event for event in active.values() if event.kind != END]
+        extra |= {"active": len(active), "root": max(active), "step": (going or [first])[0]}
+    if all(event == first for event in active.values()):
+        return Decision(first.buckets, frozenset(first.unused), again=joined, **extra)
+    kinds = {event.kind for event in active.values()}
+    if kinds <= {GRAPH, HOOK, END}:
+        hooked = {event.hooked for event in active.values() if event.kind == GRAPH}
+        inside = any(event.kind == GRAPH and event.details for event in active.values())
+        same = not inside and len({event.members for event in active.values()}) == 1
+        if find_unused and len(hooked) <= 1 and not inside:
+            return _union(active, joined, extra)
+        if kinds == {GRAPH} and same and len(hooked) == 1 and len({event.unused for event in active.values()}) == 1:
+            return Decision(first.buckets, frozenset(first.unused), again=joined, **extra)
+        if kinds <= {GRAPH, END} and GRAPH in kinds and not (kinds == {GRAPH} and same):
+            late = frozenset(rank for rank, event in active.items() if event.kind == END)
+            return Decision(defer=True, again=late | joined, **extra)
+    raise Different(_difference(active, name))
+
+
+def _union(active: dict[int, Event], joined: frozenset[int], extra: dict[str, Any]) -> Decision:
+    going = {rank: event for rank, event in active.items() if event.kind != END}
+    waiting = frozenset(active.keys() - going.keys()) if going else frozenset()
+    buckets: list[tuple[int, ...]] = []
+    seen: set[int] = set()
+    for event in (going or active).values():
+        for bucket in event.buckets:
+            new = tuple(member for member in bucket if member not in seen)
+            seen.update(new)
+            buckets += [new] if new else []
+    used = {member for event in (going or active).values() for member in set(event.members) - set(event.unused)}
+    if not going:  # packed at the end: one list, in an order that all have
+        buckets = [tuple(sorted(seen))] if seen else []
+    return Decision(tuple(buckets), frozenset(seen - used), again=waiting | joined, **extra)
+
+
+REMEDY = (
+    "All ranks must use the same parameters in a step, unless find_unused_parameters=True, which averages over the "
+    "union. Turn that on, make the branch the same everywhere, or let every parameter take part on every rank (for "
+    "instance by adding 0 * p.sum())"
+)
+
+
+def _difference(active: dict[int, Event], name: Callable[[int], str]) -> str:
+    rank, first = next(iter(active.items()))
+    other, event = next((other, event) for other, event in active.items() if event != first)
+    if event.kind != first.kind:
+        return (
+            f"rank {rank} is at {_where(first, name)} while rank {other} is at {_where(event, name)}: they took "
+            f"different paths through the model. {REMEDY}"
+        )
+    parts = []
+    for one, mine, theirs in ((rank, first, event), (other, event, first)):
+        only = [member for member in mine.members if member not in theirs.members]
+        if only:
+            parts.append(f"only rank {one} has {'' if event.kind == BUFFERS else 'gradients of '}{some(only, name)}")
+    if first.unused != event.unused:
+        parts.append(
+            f"outputs that got no gradient leave {some(first.unused, name) or 'nothing'} unused on rank {rank} and "
+            f"{some(event.unused, name) or 'nothing'} on rank {other}"
+        )
+    if first.hooked != event.hooked:
+        parts.append(
+            f"tensor hooks sit on {some(first.hooked, name) or 'nothing'} on rank {rank} and on "
+            f"{some(event.hooked, name) or 'nothing'} on rank {other}"
+        )
+    if event.kind == BUFFERS:
+        return (
+            f"ranks break the model into different graphs, whose buffers differ: {'; '.join(parts)}. Use "
+            "fxddp.DistributedDataParallel, which sends all buffers at once, or forward_sync_buffers=False"
+        )
+    return f"ranks reduce different parameters in the same backward (at {first.kind}): {'; '.join(parts)}. {REMEDY}"
+
+
+def _where(event: Event, name: Callable[[int], str]) -> str:
+    members = some(event.members, name)
+    return event.kind + (f" with {members}" if members else "")
+
+
+def some(members: Sequence[int], name: Callable[[int], str]) -> str:
+    """The names of the first of these, and how many more there are."""
+    shown = ", ".join(map(name, members[:4]))
+    return shown + (f" and {len(members) - 4} more" if len(members) > 4 else "")

@@ -1,0 +1,136 @@
+"""What ranks conclude from their different steps, without processes: all the same, and safe."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxddp.decision import (
+    BUFFERS,
+    CONTACT,
+    END,
+    FORWARD,
+    GRAPH,
+    HOOK,
+    JOINED,
+    KINDS,
+    Decision,
+    Different,
+    Event,
+    decide,
+)
+
+MEMBERS = st.lists(st.integers(1, 12), unique=True, max_size=8)
+
+
+@st.composite
+def graphs(draw: st.DrawFn, kind: str = GRAPH) -> Event:
+    """A step with some parameters in some buckets, of which some got no gradient."""
+    members = draw(MEMBERS)
+    buckets: list[tuple[int, ...]] = []
+    while members:
+        size = draw(st.integers(1, len(members)))
+        buckets.append(tuple(members[:size]))
+        members = members[size:]
+    flat = sorted(m for bucket in buckets for m in bucket)
+    unused = draw(st.lists(st.sampled_from(flat), unique=True)) if flat and kind == GRAPH else []
+    return Event(kind, tuple(buckets), tuple(sorted(unused)))
+
+
+def ends() -> st.SearchStrategy[Event]:
+    """The end of a backward with some parameters left."""
+    return MEMBERS.map(lambda members: Event(END, (tuple(sorted(members)),) if members else ()))
+
+
+STEPS = st.one_of(graphs(), ends(), st.just(Event(JOINED)))
+
+
+def outcome(events: list[Event], find_unused: bool) -> Decision | str:
+    try:
+        return decide(events, find_unused=find_unused, name=str)
+    except Different as error:
+        return str(error)
+
+
+@given(st.lists(STEPS, min_size=2, max_size=4), st.booleans())
+def test_what_travels(events: list[Event], find_unused: bool):
+    """Nothing travels twice, nothing is lost, nobody is left waiting, and no sets are mixed without being asked to."""
+    result = outcome(events, find_unused)
+    active = [e for e in events if e.kind != JOINED]
+    if not active:
+        assert result == Decision(active=0)
+        return
+    if isinstance(result, str):
+        assert not find_unused
+        return
+    travels = [m for bucket in result.buckets for m in bucket]
+    assert len(travels) == len(set(travels))
+    assert all(result.buckets), "an empty bucket"
+    moving = [e for e in active if e.kind != END] or active
+    for rank, event in enumerate(events):
+        stays = event.kind == JOINED or (event.kind == END and moving is not active and moving[0].kind != END)
+        assert (rank in result.again) == stays
+    if result.defer:
+        assert not find_unused
+        assert not travels
+        return
+    assert set(travels) == {m for e in moving for m in e.members}
+    used = {m for e in moving for m in set(e.members) - set(e.unused)}
+    assert result.unused == set(travels) - used
+    if not find_unused:
+        assert len({(e.members, e.unused) for e in active}) == 1
+    assert (result.active is None) == (len(active) == len(events))
+    if result.active is not None:
+        assert result.active == len(active)
+        assert result.root is not None
+        assert events[result.root].kind != JOINED
+
+
+@given(st.lists(STEPS, min_size=2, max_size=4), st.booleans())
+def test_events_survive_the_wire(events: list[Event], find_unused: bool):
+    """Ranks decide from what they were sent; equal records mean equal events."""
+    sent = [Event.from_json(json.loads(json.dumps(event.to_json()))) for event in events]
+    assert outcome(sent, find_unused) == outcome(events, find_unused)
+    for one in events:
+        for other in events:
+            assert (one.record == other.record) == (one == other)
+
+
+@given(graphs(), st.permutations(range(3)))
+def test_rank_0s_order_travels(event: Event, order: list[int]):
+    """The same parameters in another order and grouping: those of the first rank travel."""
+    other = Event(GRAPH, tuple((m,) for m in sorted(event.members, key=lambda m: order[m % 3])), event.unused)
+    result = decide([event, other], find_unused=False, name=str)
+    assert result.buckets == event.buckets
+    assert not result.defer
+
+
+def test_the_same_step_needs_no_thought():
+    event = Event(GRAPH, ((3, 1), (2,)), (1,))
+    assert decide([event, event], find_unused=False, name=str) == event.alone
+
+
+@pytest.mark.parametrize("kind", [HOOK, BUFFERS, CONTACT, FORWARD])
+@pytest.mark.parametrize("other", KINDS)
+def test_steps_that_cannot_meet(kind: str, other: str):
+    events = [Event(kind, ((1, 2),)), Event(other, ((1, 3),))]
+    mixable = {GRAPH, HOOK, END}
+    if other == JOINED:
+        assert decide(events, find_unused=False, name=str).again == {1}
+        return
+    with pytest.raises(Different, match="rank 0"):
+        decide(events, find_unused=False, name=str)
+    if kind not in mixable or other not in mixable:
+        with pytest.raises(Different, match="rank 0"):
+            decide(events, find_unused=True, name=str)
+
+
+def test_a_difference_is_named():
+    names = {1: "body.weight", 2: "left.weight", 3: "right.weight"}
+    ends = [Event(END, ((1, 2),)), Event(END, ((1, 3),))]
+    with pytest.raises(Different) as error:
+        decide(ends, find_unused=False, name=names.__getitem__)
+    assert "only rank 0 has gradients of left.weight; only rank 1 has gradients of right.weight" in str(error.value)
