@@ -3,8 +3,9 @@
 model = torch.compile(model, backend=fxddp.backend(bucket_mb=25))
 """
 
-from .agreement import RanksDisagree
 from .backend import Backend, backend, backend_of, no_sync
+from .channel import RanksDisagree
+from .ddp import DistributedDataParallel
 from .explain import Explanation, explain
 from .stats import BackwardRecord, Stats
 
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Backend",
     "BackwardRecord",
+    "DistributedDataParallel",
     "Explanation",
     "RanksDisagree",
     "Stats",

@@ -85,6 +85,7 @@ class Compilation:
             forward_outputs=self._forward_outputs,
             cap=settings.cap,
             first_cap=settings.first_cap,
+            caps=settings.caps,
             group_name=name,
             inputs=inputs,
             keep=settings.keep_graphs,
@@ -109,7 +110,14 @@ class Compilation:
     def _fingerprint(self) -> str:
         """What the backward depends on beyond the Dynamo graph: fxddp's code, settings, and who is a parameter."""
         settings = self._settings
-        parts = (source_digest(), settings.cap, settings.first_cap, settings.split, tuple(sorted(self._parameters)))
+        parts = (
+            source_digest(),
+            settings.cap,
+            settings.first_cap,
+            settings.caps,
+            settings.split,
+            tuple(sorted(self._parameters)),
+        )
         where = () if settings.split else self._group
         return hashlib.sha256(repr((parts, where)).encode()).hexdigest()
 
@@ -150,6 +158,6 @@ def source_digest() -> str:
     """Changes with any line of fxddp, so that a compile cache never serves what another version wrote."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
-    for path in sorted([*here.glob("*.py"), *(here / "passes").glob("*.py")]):
+    for path in sorted([*here.glob("*.py"), *here.glob("*/*.py")]):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()

@@ -1,7 +1,7 @@
 """The settings of a backend: validated once, in the units users give; bytes inside."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -28,6 +28,7 @@ class Settings:
     find_unused_parameters: bool
     static_graph: bool
     keep_graphs: bool
+    caps: tuple[int, ...] = ()
     run_backward: bool = True
 
     @property
@@ -50,8 +51,12 @@ def make_settings(
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     keep_graphs: bool = False,
+    bucket_mb_list: Sequence[float] = (),
 ) -> Settings:
-    """Checks the arguments of `fxddp.backend`; each error names argument, value and what is allowed."""
+    """Checks the arguments of `fxddp.backend`; each error names argument, value and what is allowed.
+
+    `bucket_mb_list` is for `DistributedDataParallel` alone: sizes of the buckets one by one, in MiB.
+    """
     flags = {
         "split": split,
         "init_sync": init_sync,
@@ -79,6 +84,7 @@ def make_settings(
         process_group=process_group,
         inner=inner,
         options=_inductor_options(inner, options, mode),
+        caps=tuple(_bytes("bucket_cap_mb_list", size) for size in bucket_mb_list),
         **flags,
     )
 
@@ -120,7 +126,7 @@ def _inductor_options(inner: object, options: Mapping[str, Any] | None, mode: st
 
 OWN_OPTIONS = (
     "bucket_mb",
-    *(f.name for f in fields(Settings) if f.name not in ("cap", "first_cap", "options", "run_backward")),
+    *(f.name for f in fields(Settings) if f.name not in ("cap", "first_cap", "caps", "options", "run_backward")),
     "first_bucket_mb",
 )
 """Arguments of `fxddp.backend` that may stand among `torch.compile`'s `options` when the backend is used by name."""

@@ -21,6 +21,8 @@ class BackwardRecord:
         uncovered_launches: all-reduces launched for them.
         events: ("piece" | "launch" | "wait", index, seconds of `time.perf_counter`), in order. Pieces and buckets are
             numbered through the whole backward.
+        begin: when it began, in seconds of `time.perf_counter`.
+        end: when every `.grad` was there.
     """
 
     sync: bool = False
@@ -31,6 +33,8 @@ class BackwardRecord:
     uncovered_bytes: int = 0
     uncovered_launches: int = 0
     events: list[tuple[str, int, float]] = field(default_factory=list)
+    begin: float = field(default_factory=perf_counter)
+    end: float = 0.0
 
     def piece(self) -> None:
         """Notes that a piece starts."""
@@ -75,6 +79,7 @@ class EventLog:
 
     def add(self, record: BackwardRecord) -> None:
         """Keeps a backward that is over."""
+        record.end = perf_counter()
         self._records.append(record)
         self._total += 1
         self.synchronised += record.sync

@@ -36,7 +36,7 @@ __all__ = ["plan_buckets"]
 Kind = tuple[torch.dtype, torch.device]  # what the gradients of one bucket have in common
 
 
-def plan_buckets(grads: Iterable[GradSpec], *, cap: int, first_cap: int) -> BucketPlan:
+def plan_buckets(grads: Iterable[GradSpec], *, cap: int, first_cap: int, caps: tuple[int, ...] = ()) -> BucketPlan:
     """Packs gradients into buckets of at most `cap` bytes, in the order in which they become ready.
 
     Order is explained in Note [bucket order]. Each dtype on each device has one open bucket. A gradient joins the open
@@ -50,10 +50,15 @@ def plan_buckets(grads: Iterable[GradSpec], *, cap: int, first_cap: int) -> Buck
     hold it back. Buckets that are complete before then have kept to `first_cap` too, so bucket 0 always does. A
     `first_cap` larger than `cap` means `cap`.
 
+    With `caps`, the limit is the first of these for the first bucket of each kind, the second for its second one, and
+    so on; the last one for all others.
+
     The result depends on the gradients and the caps alone, not on the order in which the gradients come. O(n log n).
     """
     _check_cap("cap", cap)
     _check_cap("first_cap", first_cap)
+    for size in caps:
+        _check_cap("caps", size)
     first_cap = min(first_cap, cap)
     ordered = sorted(grads, key=_place)
     assert len({grad.output for grad in ordered}) == len(ordered), "two gradients have the same output index"
@@ -61,28 +66,32 @@ def plan_buckets(grads: Iterable[GradSpec], *, cap: int, first_cap: int) -> Buck
     closed: list[list[GradSpec]] = []
     open_buckets: defaultdict[Kind, list[GradSpec]] = defaultdict(list)
     used: defaultdict[Kind, int] = defaultdict(int)  # bytes in the open bucket
-    limit = first_cap
+    full: defaultdict[Kind, int] = defaultdict(int)  # buckets closed so far
+
+    def limit(kind: Kind) -> int:
+        if caps:
+            return caps[min(full[kind], len(caps) - 1)]
+        return cap if closed else first_cap
 
     def close(kind: Kind) -> None:
-        nonlocal limit
         closed.append(open_buckets.pop(kind))
         del used[kind]
-        limit = cap
+        full[kind] += 1
 
     for grad in ordered:
         kind = grad.dtype, grad.device
         nbytes = grad.nbytes
-        if open_buckets[kind] and used[kind] + nbytes > limit:
+        if open_buckets[kind] and used[kind] + nbytes > limit(kind):
             close(kind)
         open_buckets[kind].append(grad)
         used[kind] += nbytes
-        if used[kind] > limit:  # a single gradient larger than the limit: nothing may join it
+        if used[kind] > limit(kind):  # a single gradient larger than the limit: nothing may join it
             close(kind)
 
     closed.extend(open_buckets.values())
     closed.sort(key=lambda bucket: _place(bucket[-1]))
     buckets = tuple(Bucket(index, tuple(bucket)) for index, bucket in enumerate(closed))
-    return BucketPlan(buckets, cap=cap, first_cap=first_cap)
+    return BucketPlan(buckets, cap=cap, first_cap=first_cap, caps=caps)
 
 
 def _place(grad: GradSpec) -> tuple[int, int]:

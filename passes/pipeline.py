@@ -54,6 +54,7 @@ def rewrite_backward(
     cap: int,
     first_cap: int,
     group_name: str,
+    caps: tuple[int, ...] = (),
     inputs: Sequence[Any] | None = None,
     keep: bool = False,
 ) -> Rewritten:
@@ -66,6 +67,7 @@ def rewrite_backward(
         cap: size of a bucket in bytes.
         first_cap: size of the first bucket in bytes.
         group_name: the process group named in the collectives of the whole graph.
+        caps: sizes of the buckets one by one, in bytes, in place of `cap` and `first_cap`.
         inputs: the (fake) values that the graph will be called with, if they may differ from the traced ones.
         keep: keep the readable code after each pass.
     """
@@ -82,7 +84,7 @@ def rewrite_backward(
     nodes = tuple(node.name for node in gm.graph.nodes)
     before = snapshot(gm)
     grads = find_gradients(gm, parameters=parameters, forward_outputs=forward_outputs)
-    plan = plan_buckets(grads, cap=cap, first_cap=first_cap)
+    plan = plan_buckets(grads, cap=cap, first_cap=first_cap, caps=caps)
     record("plan", start)
     rewrites: list[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]] = [
         ("insert_allreduce", lambda g: insert_allreduce(g, plan=plan, group_name=group_name)),

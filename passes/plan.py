@@ -92,6 +92,7 @@ class BucketPlan:
     buckets: tuple[Bucket, ...]
     cap: int  # bytes a bucket may hold
     first_cap: int  # bytes the first bucket to fill may hold, at most `cap`
+    caps: tuple[int, ...] = ()  # if given, in place of both: bytes of each kind's first, second, … and further buckets
 
     @property
     def grads(self) -> tuple[GradSpec, ...]:
@@ -131,7 +132,8 @@ def check_plan(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
     - Caps: a bucket's limit is `cap`; only the *first bucket to fill* has the limit `first_cap`. That is the first
       bucket of the kind whose gradients, in ready order, are the first to add up to more than `first_cap`. Only a
       single gradient larger than the limit may exceed it. (So bucket 0 always keeps to `first_cap`: whatever is ready
-      before the first bucket to fill belongs to kinds that do not add up to more until then.)
+      before the first bucket to fill belongs to kinds that do not add up to more until then.) With `caps`, each kind's
+      buckets have these limits, one after the other, and the last of them from then on.
     - Greedy: no bucket could have taken one gradient more. For each bucket and the next one of its kind, the bytes of
       the one and of the other's first gradient add up to more than the limit of the one.
 
@@ -223,10 +225,7 @@ def _neighbours(buckets: Iterable[Bucket]) -> list[tuple[Bucket, Bucket]]:
 
 
 def _check_caps(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
-    limits = dict.fromkeys(range(len(plan.buckets)), plan.cap)
-    first = _first_to_fill(plan, grads)
-    if first is not None:
-        limits[first.index] = plan.first_cap
+    limits = _limits(plan, grads)
     for bucket in plan.buckets:
         limit = limits[bucket.index]
         assert bucket.nbytes <= limit or len(bucket.grads) == 1, (
@@ -238,6 +237,22 @@ def _check_caps(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
             f"bucket {before.index} has room for output {after.grads[0].output}, which is in bucket {after.index}: "
             f"{total} bytes together, the cap is {limit}"
         )
+
+
+def _limits(plan: BucketPlan, grads: Sequence[GradSpec]) -> dict[int, int]:
+    if plan.caps:
+        seen: Counter[tuple[torch.dtype, torch.device]] = Counter()
+        limits = {}
+        for bucket in plan.buckets:
+            kind = bucket.dtype, bucket.device
+            limits[bucket.index] = plan.caps[min(seen[kind], len(plan.caps) - 1)]
+            seen[kind] += 1
+        return limits
+    limits = dict.fromkeys(range(len(plan.buckets)), plan.cap)
+    first = _first_to_fill(plan, grads)
+    if first is not None:
+        limits[first.index] = plan.first_cap
+    return limits
 
 
 def _first_to_fill(plan: BucketPlan, grads: Sequence[GradSpec]) -> Bucket | None:

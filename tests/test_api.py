@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxddp
-from fxddp.backend import by_name
 from tests.live.lab import (
     SMALL,
     Mlp,
@@ -31,6 +30,7 @@ from tests.live.lab import (
     launches,
     local,
     loss_of,
+    register_name,
     seeded,
     small_backend,
 )
@@ -58,6 +58,7 @@ def test_public_names():
     assert set(fxddp.__all__) == {
         "Backend",
         "BackwardRecord",
+        "DistributedDataParallel",
         "Explanation",
         "RanksDisagree",
         "Stats",
@@ -158,9 +159,7 @@ def test_options_of_torch_compile_reach_inductor_but_are_not_fxddps(alone: None)
 
 @pytest.fixture
 def named() -> None:
-    """The name as an installed fxddp has it; the tests run from the source folder as well."""
-    if "fxddp" not in torch._dynamo.list_backends(exclude_tags=None):
-        torch._dynamo.register_backend(by_name, name="fxddp")
+    register_name()
 
 
 def test_by_name(named: None, alone: None):
@@ -189,9 +188,8 @@ def test_by_name_with_settings_of_inductor(named: None):
 
 
 def test_by_name_with_a_wrong_option(named: None):
-    model = torch.compile(Mlp(), backend="fxddp", options={"bucket_md": 2})
-    with pytest.raises(Exception, match=r"options \['bucket_md'\] are neither fxddp's"):
-        model(torch.randn(2, 8))
+    with pytest.raises(ValueError, match=r"options \['bucket_md'\] are neither fxddp's"):
+        torch.compile(Mlp(), backend="fxddp", options={"bucket_md": 2})
 
 
 class Recurrent(nn.Module):
@@ -206,8 +204,7 @@ class Recurrent(nn.Module):
 
 
 def nothing_compiled_by_name(rank: int, world: int) -> None:
-    if "fxddp" not in torch._dynamo.list_backends(exclude_tags=None):
-        torch._dynamo.register_backend(by_name, name="fxddp")
+    register_name()
     module = seeded(0, Recurrent)
     options: Any = {"inner": "aot_eager", "bucket_mb": 3}
     model = torch.compile(module, backend="fxddp", options=options)
@@ -357,13 +354,13 @@ def train_and_forget(rank: int, world: int, inner: str) -> None:
         left = sum(reference() is not None for reference in alive)
         expect(not left, f"{left} of {len(alive)} parameters and gradients of model {k} are still alive")
     expect(len(backend.plans) == 1, f"{len(backend.plans)} compilations for one class of models")
-    expect(not backend.watch.names(), f"still watched: {backend.watch.names()}")
+    expect(not backend.watch._refs, f"{len(backend.watch._refs)} parameters are still watched")
     expect(not backend.known_tensors(), "modules are still known")
     sizes = {
         "bindings": len(backend.sites[0]._bindings._known),
-        "modules": len(backend._modules),
-        "tensors met": len(backend.replica._done),
-        "settled": len(backend.agreement._settled),
+        "modules": len(backend.modules),
+        "tensors met": len(backend.replica._met),
+        "decisions": len(backend.agreement._joint),
     }
     expect(max(sizes.values()) <= 1, f"what was noted of dead models stays: {sizes}")
 

@@ -1,0 +1,148 @@
+"""Members of torch's wrapper that people use beside `forward`: with another meaning here, or not there."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import JoinHook
+
+from . import ddp_arguments as checked
+from ._compat import data_parallel as stock
+from .config import Settings
+from .ddp_logging import ForwardClock, logging_data
+from .group import GroupLookup
+from .join import Shadow
+from .module_backend import ModuleBackend
+
+
+class Members(nn.parallel.DistributedDataParallel):
+    """The base of `fxddp.DistributedDataParallel`.
+
+    Attributes:
+        backend: the wrapper's own backend.
+    """
+
+    backend: ModuleBackend
+    _settings: Settings
+    _clock: ForwardClock
+    _module_parameters: list[nn.Parameter]
+    shared_tensors: Callable[[], list[tuple[str, Tensor]]]
+
+    @property
+    def bucket_bytes_cap(self) -> int:  # type: ignore[override]
+        """Size of a bucket in bytes."""
+        return self._settings.cap
+
+    # --- settings that can be changed later -------------------------------------------------------
+
+    def _set_static_graph(self) -> None:
+        """From now on the set of parameters with gradients must not change."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        if self.backend.stats().total:
+            raise RuntimeError(
+                f"set static_graph before training starts, not after {self.backend.stats().total} backwards: "
+                f"pass static_graph=True to {type(self).__name__}"
+            )
+        self.static_graph = True
+        self._change_settings(static_graph=True, find_unused_parameters=not self.skip_all_reduce_unused_params)
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Averages over other ranks from now on; at their next training forward they get the new rank 0's weights."""
+        self.process_group = checked.group(new_process_group, None)
+        self._change_settings(process_group=new_process_group)
+        self.backend.lookup = GroupLookup(new_process_group)
+
+    def _change_settings(self, **changed: Any) -> None:
+        self._settings = replace(self._settings, **changed)
+        self.backend.settings = self._settings
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = stock.HookLocation.POST_FORWARD
+    ) -> None:
+        """Has `hook(state, {name: buffer})` synchronise buffers in place of sending rank 0's.
+
+        What it returns, None or a list of futures, is waited for at once.
+        """
+        super()._register_buffer_comm_hook(state, hook, comm_hook_location)
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What the wrapper was given and what the last backwards did; times in nanoseconds, sizes in bytes."""
+        return logging_data(self, self._clock)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Checks its argument; every backward is on record, whatever the rate."""
+        if sample_rate < 1:
+            raise ValueError(f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate!r}")
+
+    def _check_reducer_finalized(self) -> None:
+        """Returns: a backward that ended has reduced everything."""
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Returns: outputs are the module's own and are never cloned."""
+
+    # --- not there --------------------------------------------------------------------------------
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of `Join`'s own collectives."""
+        device: torch.device = self._module_parameters[0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group of `Join`'s own collectives."""
+        return self.process_group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank without inputs does; called by `Join`.
+
+        Args:
+            kwargs: `divide_by_initial_world_size`, by default True: divide by the number of all ranks, not of those
+                that still have inputs.
+        """
+        self.backend.divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return Shadow(self)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Raises NotImplementedError: communication hooks are not supported yet."""
+        raise NotImplementedError(_later("register_comm_hook"))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        raise NotImplementedError(_later("_register_builtin_comm_hook"))
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        raise NotImplementedError(_later("_register_fused_optim"))
+
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
+        raise NotImplementedError("_set_sparse_metadata: fxddp averages sparse gradients as dense ones")
+
+    def _remove_autograd_hooks(self) -> None:
+        raise NotImplementedError(
+            "_remove_autograd_hooks: there is no Reducer whose hooks could be removed; use .module to train without "
+            "averaging"
+        )
+
+
+def _later(what: str) -> str:
+    return (
+        f"{what}: fxddp.DistributedDataParallel has no communication hooks yet; it averages in the gradients' own dtype"
+    )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_to_be_wrapped(parent: nn.Module, _: str, child: nn.Module | None) -> None:
+    """Torch's own wrapper around a module that averages its gradients already would average them again, and wait."""
+    stock_wrapper = isinstance(parent, nn.parallel.DistributedDataParallel)
+    if stock_wrapper and child is not None and not isinstance(parent, Members):
+        checked.not_for_stock(child)
+
+
+stock.on_module_set(_refuse_to_be_wrapped)

@@ -1,0 +1,109 @@
+"""A rank that has run out of inputs: it answers the others' steps until they have run out as well.
+
+Note [join]: every step that communicates is announced (`channel.py`), so a rank without inputs needs no plan: it learns
+from the records what the others reduce, and takes part with zeros. Under `join` a forward is announced too: it says
+whether a synchronised backward follows. The numbers in events tell one wrapped model from another on the same group,
+whose steps may come in any order.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+from .channel import RanksDisagree
+from .decision import BUFFERS, END, FORWARD, JOINED, Decision, Event
+from .packing import empty_bucket, packs
+from .replica import send_buffers
+
+if TYPE_CHECKING:
+    from .backend import Backend
+    from .ddp_members import Members
+    from .group import Group
+
+
+class Shadow(JoinHook):
+    """What `torch.distributed.algorithms.Join` runs for a wrapped module on a rank without inputs."""
+
+    def __init__(self, model: "Members") -> None:
+        self._model = model
+
+    def main_hook(self) -> None:
+        """Shadows one iteration of the other ranks: a forward, and the backward if it synchronises."""
+        backend = self._model.backend
+        group = backend.lookup()
+        if group is not None and group.size > 1:
+            backend.joining = True
+            shadow_iteration(backend, group)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Sends the parameters and buffers of a rank that ran out last to all others."""
+        backend = self._model.backend
+        backend.joining = False
+        group = backend.lookup()
+        if group is None or group.size == 1:
+            return
+        last = group.channel.gather(is_last_joiner, lambda: "find out who ran out of inputs last")
+        root = max(rank for rank, is_last in enumerate(last) if is_last)
+        tensors = [tensor for _, tensor in self._model.shared_tensors()]
+        for members in packs(tensors, backend.settings.cap):
+            send_buffers(members, group, root)
+
+
+def announce_forward(backend: "Backend", group: "Group", *, sync: bool) -> None:
+    """Tells ranks without inputs that a forward starts, and whether a backward follows that synchronises."""
+    backend.joining = True
+    event = Event(FORWARD, details=sync, owner=backend.replica.owner(group))
+    backend.agreement.announce(event, group).decision()
+
+
+def shadow_iteration(backend: "Backend", group: "Group") -> None:
+    """Takes part, with zeros, in all that the other ranks do until this backend's iteration is over.
+
+    Raises:
+        RanksDisagree: they do something that cannot be shadowed.
+    """
+    seen: list[Any] = group.shadowed
+    own = backend.replica.owner(group)
+    while not _is_over(seen, own):
+        decision = backend.agreement.announce(Event(JOINED), group).decision()
+        step = decision.step
+        if step is None:
+            raise RanksDisagree("no rank has inputs left, but this one waits for an iteration of the others")
+        reference = group.owners.get(step.owner)
+        owner = None if reference is None else reference()
+        if owner is None:
+            raise RanksDisagree(
+                f"a rank without inputs cannot take part in {step.kind}: the model that is at it is none of those "
+                "given to Join"
+            )
+        _shadow(owner, group, decision, step)
+        if step.kind in (FORWARD, END):
+            seen.append((step.owner, step.kind, step.details))
+    group.shadowed = [entry for entry in seen if entry[0] != own]
+
+
+def _is_over(seen: list[Any], own: int) -> bool:
+    mine = [(kind, details) for owner, kind, details in seen if owner == own]
+    return bool(mine) and (mine[-1][0] == END or (mine[-1][0] == FORWARD and not mine[-1][1]))
+
+
+@torch.no_grad()
+def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> None:
+    if step.kind == BUFFERS and step.details:
+        backend.receive_buffers(step.details, group, backend.root(decision, group))
+        return
+    tensors = [[backend.replica.tensor(number) for number in bucket] for bucket in decision.buckets]
+    if step.kind == BUFFERS:
+        for members in tensors:
+            send_buffers(members, group, backend.root(decision, group))
+        return
+    works = []
+    for bucket in tensors:
+        cap = backend.settings.cap if step.kind == END else sum(t.nbytes for t in bucket)
+        for members in packs(bucket, cap):
+            flat, _ = empty_bucket(members)
+            if flat.numel():
+                works.append((group.all_reduce(flat.zero_()), flat))
+    for work, _ in works:
+        group.wait(work, lambda: "take part with zeros")

@@ -1,0 +1,158 @@
+"""The backend of one wrapped module: knows which tensors to leave alone, and for every forward whether it synchronises.
+
+Note [marks]: where a forward ran decides whether its gradients are averaged. A compiled graph's autograd node carries
+that; for what runs eagerly, the nodes of the forward's outputs do. They run first in its backward.
+"""
+
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _compat
+from .backend import Backend
+from .compiled import backends_in
+from .config import Settings
+from .decision import BUFFERS, Event
+from .group import Group
+from .modules import Modules
+from .replica import send_buffers
+from .uncovered import Watch
+
+if TYPE_CHECKING:
+    from .backward import Backward
+
+KEPT_MARKS = 64
+
+
+class ModuleBackend(Backend):
+    """A backend that serves one module, told about each of its forwards."""
+
+    def __init__(self, settings: Settings, module: nn.Module, ignored: AbstractSet[str]) -> None:
+        super().__init__(settings)
+        self._module = weakref.ref(module)
+        self._ignored = ignored
+        self._ignored_ids = {id(p): weakref.ref(p) for name, p in module.named_parameters() if name in ignored}
+        self._marks: dict[int, bool] = {}
+        self._buffer_events: dict[Any, Event] = {}
+        self.watch = _Watch(self)
+        self.modules = Modules(self.watch)
+        with torch.enable_grad():  # what is wrapped is going to be trained
+            self.adopt(module)
+
+    def shared_parameters(self) -> dict[str, nn.Parameter]:
+        """The module's parameters by name, without those to leave alone."""
+        return {name: p for name, p in self._living().named_parameters() if name not in self._ignored}
+
+    def shared_buffers(self) -> dict[str, Tensor]:
+        """The module's buffers as they are now, by name, without those to leave alone."""
+        return {name: buffer for name, buffer in self._living().named_buffers() if name not in self._ignored}
+
+    def _living(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "the wrapped module is gone"
+        return module
+
+    def is_ignored(self, tensor: Any) -> bool:
+        """Whether graphs leave this tensor alone.
+
+        Buffers are the wrapper's business: it sends all of them, and a user may replace one on one rank alone.
+        """
+        reference = self._ignored_ids.get(id(tensor))
+        return not isinstance(tensor, nn.Parameter) or (reference is not None and reference() is tensor)
+
+    def known_tensors(self, owners_of: Any = None) -> list[tuple[str, Tensor]]:
+        """As `Backend.known_tensors`, without those to leave alone."""
+        return [(name, tensor) for name, tensor in super().known_tensors(owners_of) if not self.is_ignored(tensor)]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether forwards here and now are under `no_sync`."""
+        return bool(self._local_scopes)
+
+    def send_buffers(self, group: Group) -> None:
+        """Overwrites all shared buffers with those of the first rank that has inputs. A collective.
+
+        Raises:
+            RanksDisagree: the other ranks are at another step.
+        """
+        buffers = self.shared_buffers()
+        if not buffers or group.size == 1:
+            return
+        key = (owner := self.replica.owner(group), *buffers)
+        if key not in self._buffer_events:  # by name: a user may replace a buffer, on one rank alone
+            self._buffer_events[key] = Event(BUFFERS, details=list(buffers), owner=owner)
+        decision = self.agreement.announce(self._buffer_events[key], group).decision()
+        send_buffers(list(buffers.values()), group, self.root(decision, group))
+
+    def receive_buffers(self, names: Sequence[str], group: Group, root: int) -> None:
+        """What a rank without inputs does while others are in `send_buffers`."""
+        buffers = self.shared_buffers()
+        send_buffers([buffers[name] for name in names], group, root)
+
+    def mark(self, outputs: Iterable[Tensor], *, sync: bool) -> None:
+        """Has the backward of these outputs of a forward follow it; see Note [marks]."""
+        mark = _Mark(self, sync)
+        for node in {id(node): node for t in outputs if (node := t.grad_fn) is not None}.values():
+            node.register_prehook(mark)
+
+    def note(self, *, sync: bool) -> None:
+        """Notes that the running backward belongs to a forward that does or does not synchronise."""
+        task = _compat.task_id()
+        self._marks[task] = self._marks.pop(task, False) or sync
+        while len(self._marks) > KEPT_MARKS:  # those of an `autograd.grad`, which has no end that anybody tells us of
+            del self._marks[next(iter(self._marks))]
+
+    def under_no_sync(self, parameters: Collection[int]) -> bool:
+        """Whether what eager code accumulated stays local: as the forwards of this backward say."""
+        sync = self._marks.get(_compat.task_id())
+        return super().under_no_sync(parameters) if sync is None else not sync
+
+    def forget(self, backward: "Backward") -> None:
+        """Called when a backward is over."""
+        self._marks.pop(backward.task, None)
+        super().forget(backward)
+
+
+class _Watch(Watch):
+    """Leaves alone what its backend leaves alone."""
+
+    def __init__(self, backend: ModuleBackend) -> None:
+        super().__init__(backend)
+        self._ignores = weakref.WeakMethod(backend.is_ignored)
+
+    def add(self, parameter: Tensor, name: str, *, rename: bool = False) -> None:
+        """As `Watch.add`."""
+        ignores = self._ignores()
+        if ignores is None or not ignores(parameter):
+            super().add(parameter, name, rename=rename)
+
+    def strangers(self) -> list[Tensor]:
+        """As `Watch.strangers`."""
+        return [parameter for parameter in super().strangers() if parameter in self]
+
+
+class _Mark:
+    """Pre-hook of an output's autograd node."""
+
+    def __init__(self, backend: ModuleBackend, sync: bool) -> None:
+        self._backend = weakref.ref(backend)
+        self._sync = sync
+
+    def __call__(self, _: Any) -> None:
+        backend = self._backend()
+        if backend is not None:
+            backend.note(sync=self._sync)
+
+
+def compiled_with_fxddp(module: nn.Module) -> bool:
+    """Whether a module, or a part of it, is compiled with an `fxddp.backend`."""
+    return any(not isinstance(backend, ModuleBackend) for backend in backends_in(module))
+
+
+def wrapped_with_fxddp(module: nn.Module) -> bool:
+    """Whether a module, or a part of it, is an `fxddp.DistributedDataParallel`."""
+    return any(isinstance(vars(part).get("backend"), ModuleBackend) for part in module.modules())

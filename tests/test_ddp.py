@@ -1,0 +1,827 @@
+"""`fxddp.DistributedDataParallel` in the place of torch's: numbers, copies, buffers, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxddp
+from tests.live.lab import (
+    SMALL,
+    Mlp,
+    average,
+    buckets,
+    counted_collectives,
+    data,
+    error_of,
+    expect,
+    expect_equal,
+    gradients,
+    local,
+    local_gradients,
+    loss_of,
+    seeded,
+    total,
+)
+from tests.live.pool import Pool
+
+Stock = nn.parallel.DistributedDataParallel
+
+
+def wrapped(module: nn.Module, **options: Any) -> fxddp.DistributedDataParallel:
+    """The module in our wrapper, with buckets so small that there are several, run operator by operator."""
+    usual: dict[str, Any] = {"bucket_cap_mb": SMALL, "inner": "aot_eager"}
+    return fxddp.DistributedDataParallel(module, **usual | options)
+
+
+class Normed(nn.Module):
+    """A model with floating point and integer buffers that change, and a boolean one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 3)
+        self.register_buffer("mask", torch.rand(12) > 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).relu() * self.mask)
+
+
+# ---- the same numbers as torch's -------------------------------------------------------------------------------------
+
+
+def training(rank: int, world: int, options: dict[str, Any]) -> None:
+    ours = wrapped(seeded(rank, Normed), **{"bucket_cap_mb": SMALL / 4} | options)
+    stock = Stock(seeded(rank, Normed))
+    expect(isinstance(ours, Stock), "frameworks unwrap by isinstance")
+    expect(list(ours.state_dict()) == list(stock.state_dict()), "names of the state")
+    expect_equal(ours.state_dict(), stock.state_dict(), "rank 0's state after construction")
+    tol = 1e-4 if "inner" in options else 0.0  # inductor computes in another order
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, stock)]
+    for step in range(4):
+        for model, optimizer in zip((ours, stock), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+        expect_equal(gradients(ours), gradients(stock), f"gradients of step {step}", tol)
+        for optimizer in optimizers:
+            optimizer.step()
+        expect_equal(
+            dict(ours.named_parameters()), dict(stock.named_parameters()), f"parameters after step {step}", tol
+        )
+    if rank == 0:
+        expect_equal(ours.state_dict(), stock.state_dict(), "all state in the end", tol)
+    last = ours.backend.stats().last
+    if options.get("compile", True):
+        expect(len(ours.backend.plans) == 1 and not last.uncovered, f"the graph covers all, not {last.uncovered}")
+        expect(last.launches == buckets(ours.backend) > 1, f"{last.launches} launches")
+    else:
+        expect(not ours.backend.sites and len(last.uncovered) == 6, "nothing is compiled, all is averaged")
+    fresh = Normed()
+    fresh.load_state_dict({name.removeprefix("module."): value for name, value in stock.state_dict().items()})
+    ours.load_state_dict(stock.state_dict())
+    expect_equal(ours.module.state_dict(), fresh.state_dict(), "state loaded from torch's wrapper")
+
+
+@pytest.mark.parametrize("options", [{}, {"split": False}, {"compile": False}, {"inner": "inductor"}], ids=str)
+def test_trains_as_stock(pool: Pool, options: dict[str, Any]):
+    pool.run(training, options, timeout=180)
+
+
+def test_arguments_are_torchs():
+    ours = inspect.signature(fxddp.DistributedDataParallel).parameters
+    theirs = inspect.signature(Stock).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert {name: ours[name].default for name in theirs} == {name: theirs[name].default for name in theirs}
+    assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(ours)[len(theirs) :])
+
+
+# ---- inputs and outputs ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    aux: Any
+    label: str = "kept"
+
+
+class Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 4), nn.Linear(8, 5), nn.Linear(8, 6)
+
+    def forward(self, batch: dict[str, Any], /, *, module: float, extra: Any = None) -> Output:
+        x, (scale, nothing) = batch["x"], batch["rest"]
+        assert nothing is None
+        return Output(self.a(x) * scale, [{"b": self.b(x)}, (None, self.c(x) * module)])
+
+
+def structures(rank: int, world: int, compiles: bool) -> None:
+    def loss(model: Any, *, only: bool = False) -> Tensor:
+        out = model({"x": data(0, 3, 8), "rest": (2.0, None)}, module=3.0)
+        expect(type(out) is Output and out.label == "kept" and out.aux[1][0] is None, f"output {out}")
+        total = out.logits.square().mean()
+        return total if only else total + out.aux[0]["b"].square().mean() + out.aux[1][1].sum()
+
+    module = seeded(0, Structured)
+    model = wrapped(module, compile=compiles)
+    loss(model).backward()
+    expect_equal(gradients(module), average(local_gradients(module, loss)), "all outputs")
+    module.zero_grad()
+    loss(model, only=True).backward()
+    expected = average(local_gradients(module, lambda m: loss(m, only=True)))
+    expect_equal(gradients(module), expected, "some outputs: the others' parameters keep None")
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_structured_inputs_and_outputs(pool: Pool, compiles: bool):
+    pool.run(structures, compiles)
+
+
+# ---- no_sync ---------------------------------------------------------------------------------------------------------
+
+
+def accumulation(rank: int, world: int, compiles: bool) -> None:
+    module = seeded(0, Mlp)
+    model = wrapped(module, compile=compiles)
+    loss_of(model, 0).backward()
+    for position in ("both inside", "forward inside", "the attribute", "fxddp.no_sync"):
+        module.zero_grad()
+        with counted_collectives() as started:
+            if position == "the attribute":
+                model.require_backward_grad_sync = False
+                loss_of(model, 1).backward()
+                model.require_backward_grad_sync = True
+            else:
+                with fxddp.no_sync(model) if position == "fxddp.no_sync" else model.no_sync():
+                    loss = loss_of(model, 1)
+                    if position == "both inside":
+                        loss.backward()
+                if position != "both inside":
+                    loss.backward()
+        expect(not started, f"{position}: {started}")
+        expect_equal(gradients(module), local(module, 1), position)
+        loss_of(model, 2).backward()
+        expect_equal(gradients(module), average(local(module, 1, 2)), f"{position}, then a synchronised step")
+    module.zero_grad()
+    loss = loss_of(model, 3)
+    with model.no_sync():
+        loss.backward()
+    expect_equal(gradients(module), average(local(module, 3)), "forward outside, backward inside")
+    expect(model.require_backward_grad_sync, "what no_sync changed, it changes back")
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_place_of_the_forward_decides(pool: Pool, compiles: bool):
+    pool.run(accumulation, compiles)
+
+
+# ---- buffers ---------------------------------------------------------------------------------------------------------
+
+
+def buffers(rank: int, world: int) -> None:
+    module = seeded(rank, Normed)
+    model = wrapped(module)
+    state = [b.clone() for b in module.buffers()]
+
+    def spoil() -> None:
+        with torch.no_grad():
+            for buffer in module.buffers():
+                buffer.copy_(buffer.logical_not() if buffer.dtype == torch.bool else buffer + rank)
+
+    def spoiled() -> bool:
+        return not torch.equal(module.norm.running_mean, state[0])
+
+    if rank == 0:
+        module.norm.running_mean = module.norm.running_mean.clone()  # another tensor, on one rank alone
+    loss_of(model, 0).backward()
+    batches = module.norm.num_batches_tracked.item()
+    expect(batches == 1, f"{batches} batches")
+    seen: list[list[str]] = []
+    for train, grad, local_only in (
+        (True, True, False),
+        (False, True, False),
+        (True, False, False),
+        (True, True, True),
+    ):
+        model.train(train)
+        scope = model.no_sync() if local_only else contextlib.nullcontext()
+        with counted_collectives() as started, scope, torch.set_grad_enabled(grad):
+            model(data(1, 6, 8))
+        seen.append([kind for kind in started if kind == "broadcast"])
+    expect(list(map(len, seen)) == [3, 0, 0, 0], f"one broadcast for each dtype, in training alone: {seen}")
+    model.train()
+    spoil()
+    expect(spoiled(), "the buffers are spoiled")
+    before = module.mask.clone()
+    loss_of(model, 2).backward()
+    theirs = [torch.empty_like(module.norm.running_var) for _ in range(world)]
+    dist.all_gather(theirs, module.mask.float().clone())
+    expect(torch.equal(theirs[0], theirs[1]), f"mask {before} became {module.mask}")
+    if rank == 0:
+        module.mask = module.mask.logical_not()  # and again, after the graph is compiled
+    loss_of(model, 3).backward()
+    dist.all_gather(theirs, module.mask.float().clone())
+    expect(torch.equal(theirs[0], theirs[1]), "a buffer that was replaced")
+
+
+def test_buffers_go_out_before_a_forward_that_synchronises(pool: Pool):
+    pool.run(buffers)
+
+
+class Masked(nn.Module):
+    """Saves a buffer for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def kept_buffers(rank: int, world: int, compiles: bool) -> None:
+    module = seeded(0, Masked)
+    model = wrapped(module, compile=compiles)
+    (loss_of(model, 0) + loss_of(model, 1)).backward()  # the second forward writes to what the first has saved
+    expect_equal(gradients(module), average(local(module, 0, 1)), "two forwards", tol=1e-6)
+    for options in ({"forward_sync_buffers": False}, {}):
+        other = seeded(0, Masked)
+        with torch.no_grad():
+            other.scale += rank
+        model = wrapped(other, compile=compiles, **options)
+        expect(other.scale[0] == 1, "buffers are sent at construction whatever forward_sync_buffers says")
+        other.scale += rank
+        loss_of(model, 0).backward()
+        expect(other.scale[0] == 1 + (rank if options else 0), f"{options}: {other.scale}")
+    other = seeded(rank, Masked)
+    other.scale += rank
+    with pytest.warns(FutureWarning, match="broadcast_buffers` is deprecated"):
+        model = wrapped(other, broadcast_buffers=False, compile=compiles)
+    loss_of(model, 0).backward()
+    expect(other.scale[0] == 1 + rank, "broadcast_buffers=False sends none at construction either")
+    with pytest.warns(FutureWarning, match="Both"):
+        expect(
+            wrapped(Mlp(), broadcast_buffers=False, forward_sync_buffers=True).forward_sync_buffers, "the new one wins"
+        )
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_buffers_that_stay(pool: Pool, compiles: bool):
+    pool.run(kept_buffers, compiles)
+
+
+def buffer_hook(rank: int, world: int) -> None:
+    module = seeded(0, Masked)
+    model = wrapped(module)
+
+    def averages(group: Any, named: dict[str, Tensor]) -> list[Any]:
+        return [dist.all_reduce(b.div_(world), group=group, async_op=True).get_future() for b in named.values()]
+
+    model._register_buffer_comm_hook(None, averages)
+    module.scale += rank
+    loss_of(model, 0).backward()
+    expect(module.scale[0] == 1.5, f"after the forward: {module.scale}")
+
+
+def test_a_hook_for_buffers(pool: Pool):
+    pool.run(buffer_hook)
+
+
+# ---- what is left alone ----------------------------------------------------------------------------------------------
+
+
+def ignored(rank: int, world: int, compiles: bool) -> None:
+    names = ["first.weight", "norm.running_mean", "mask"]
+    module = seeded(rank, Normed)
+    before = copy.deepcopy(module.state_dict())
+    fxddp.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    model = wrapped(module, compile=compiles)
+    for name in names:
+        expect(torch.equal(module.state_dict()[name], before[name]), f"{name} was sent")
+    reference = copy.deepcopy(module)
+    loss_of(reference, 0).backward()
+    loss_of(model, 0).backward()
+    alone = gradients(reference)
+    together = average(alone)
+    expected = {name: alone[name] if name in names else together[name] for name in alone}
+    expect_equal(gradients(module), expected, "what is ignored stays local")
+    sent = module.norm.running_var.clone()
+    dist.broadcast(sent, 0)
+    loss_of(model, 1).backward()
+    expect(torch.equal(module.mask, before["mask"]), "an ignored buffer was sent before a forward")
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_ignored_parameters_and_buffers(pool: Pool, compiles: bool):
+    pool.run(ignored, compiles)
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def copies(rank: int, world: int, compiles: bool) -> None:
+    module = seeded(0, Normed)
+    model = wrapped(module, compile=compiles)
+    loss_of(model, 0).backward()
+    pickled = io.BytesIO()
+    torch.save(model, pickled)
+    pickled.seek(0)
+    for how, other in {
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "torch.save": torch.load(pickled, weights_only=False),
+    }.items():
+        expect(type(other) is fxddp.DistributedDataParallel and other.backend is not model.backend, how)
+        expect_equal(other.state_dict(), model.state_dict(), how)
+        other.zero_grad()
+        with counted_collectives() as started, torch.no_grad():
+            other.eval()(data(0, 2, 8))
+        expect(not started, f"{how}: evaluation starts {started}")
+        other.train()
+        expected = average(local(other.module, 1))
+        loss_of(other, 1).backward()
+        expect_equal(gradients(other.module), expected, how)
+        expect(bool(other.backend.plans) == compiles, how)
+    module.zero_grad()
+    loss_of(model, 2).backward()
+    expect_equal(gradients(module), average(local(module, 2)), "the original goes on")
+    subgroup = dist.new_group(list(range(world)))
+    other = wrapped(seeded(0, Mlp), process_group=subgroup, compile=compiles)
+    expect("default process group" in str(error_of(lambda: pickle.dumps(other))), "a group cannot be pickled")
+    twin = copy.deepcopy(other)
+    loss_of(twin, 0).backward()
+    expect_equal(gradients(twin.module), average(local(twin.module, 0)), "a copy on the same group")
+    dist.destroy_process_group(subgroup)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_copies_are_independent(pool: Pool, compiles: bool):
+    pool.run(copies, compiles)
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+class Broken(nn.Module):
+    """A graph break in the middle, a disabled part, and an LSTM, which Dynamo skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.hidden, self.rnn = nn.Linear(8, 8), nn.Linear(8, 8), nn.LSTM(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.rnn(self.disabled(x))[0]
+
+    @torch.compiler.disable
+    def disabled(self, x: Tensor) -> Tensor:
+        return self.hidden(x).relu()
+
+
+def modules(rank: int, world: int) -> None:
+    for make in (
+        Broken,
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)),
+        lambda: nn.Linear(8, 2),
+        lambda: torch.compile(Mlp(), backend="eager"),
+    ):
+        module = seeded(0, make)
+        model = wrapped(module)
+        for i in range(2):
+            module.zero_grad()
+            loss_of(model, i).backward()
+            expect_equal(gradients(module), average(local(module, i)), f"{type(module).__name__} {i}")
+        expect(model.backend.plans, f"nothing of {type(module).__name__} is compiled")
+
+
+def test_what_can_be_compiled_is(pool: Pool):
+    pool.run(modules, timeout=120)
+
+
+def many(rank: int, world: int) -> None:
+    models = [wrapped(nn.Sequential(nn.Linear(8, 2 + i))) for i in range(12)]
+    for i, model in enumerate(models):
+        loss_of(model, i).backward()
+        expect(len(model.backend.plans) == 1, f"model {i} has {len(model.backend.plans)} graphs")
+
+
+def test_wrappers_do_not_share_a_recompile_limit(pool: Pool):
+    pool.run(many, timeout=120)
+
+
+def games(rank: int, world: int, compiles: bool) -> None:
+    """A generator and a discriminator, taking turns."""
+
+    def play(wrap: Callable[[nn.Module], Any]) -> dict[str, Tensor]:
+        maker, judge = seeded(0, lambda: nn.Linear(8, 8)), seeded(1, lambda: nn.Sequential(nn.Linear(8, 9), nn.Tanh()))
+        make, judging = wrap(maker), wrap(judge)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (maker, judge)]
+        for i in range(3):
+            optimizers[1].zero_grad()
+            (judging(data(i, 4, 8)).mean() - judging(make(data(i + 9, 4, 8)).detach()).mean()).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            judging(make(data(i + 5, 4, 8))).mean().backward()
+            optimizers[0].step()
+        return {**maker.state_dict(prefix="maker."), **judge.state_dict(prefix="judge.")}
+
+    expect_equal(play(lambda m: wrapped(m, compile=compiles)), play(Stock), "after three rounds", tol=1e-6)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_two_models_that_take_turns(pool: Pool, compiles: bool):
+    pool.run(games, compiles)
+
+
+def outside(rank: int, world: int, compiles: bool) -> None:
+    def losses(model: Any, module: Any) -> list[Tensor]:
+        tied = loss_of(model, 0) + (data(1, 3, 24) @ module.first.weight).square().mean()
+        decayed = loss_of(model, 2) + sum(p.square().sum() for p in module.parameters())
+        return [tied, decayed, loss_of(model, 3) + loss_of(model, 4)]
+
+    module = seeded(0, Mlp)
+    model = wrapped(module, compile=compiles)
+    for i in range(3):
+        module.zero_grad()
+        losses(model, module)[i].backward()
+        expected = average(local_gradients(module, lambda m, i=i: losses(m, m)[i]))  # type: ignore[misc]
+        expect_equal(gradients(module), expected, f"{i}", tol=1e-6)
+    module.zero_grad()
+    loss = loss_of(model, 5)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    once = average(local(module, 5))
+    expect_equal(gradients(module), total(once, once), "one forward, two backwards", tol=1e-6)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_parameters_used_outside_of_forward(pool: Pool, compiles: bool):
+    pool.run(outside, compiles)
+
+
+# ---- unused parameters -----------------------------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """One trunk and three heads, one of which runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 2 + i) for i in range(3))
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](self.trunk(x))
+
+
+def unused(rank: int, world: int, options: dict[str, Any]) -> None:
+    models = wrapped(seeded(0, Heads), **options), Stock(seeded(0, Heads), find_unused_parameters=True)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for step, heads in enumerate([(0, 1), (1, 1), (2, 0), (0, 1)]):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(data(step, 4, 8), heads[rank]).square().mean().backward()
+            optimizer.step()
+        expect_equal(gradients(models[0]), gradients(models[1]), f"gradients of step {step}")
+    expect_equal(models[0].state_dict(), models[1].state_dict(), "in the end")
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_ranks_may_use_different_parameters(pool: Pool, compiles: bool):
+    pool.run(unused, {"compile": compiles, "find_unused_parameters": True}, timeout=120)
+
+
+def static(rank: int, world: int, compiles: bool) -> None:
+    models = wrapped(seeded(0, Heads), compile=compiles, static_graph=True), Stock(seeded(0, Heads), static_graph=True)
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+            model(data(step, 4, 8), rank).square().mean().backward()
+        expect_equal(gradients(models[0]), gradients(models[1]), f"gradients of step {step}")
+    error = error_of(lambda: models[0](data(9, 4, 8), 2).sum().backward(), "a changed graph")
+    expect("static_graph=True" in str(error) and "heads.2" in str(error), f"{error}")
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_static_graph_may_differ_between_ranks(pool: Pool, compiles: bool):
+    pool.run(static, compiles, discard=True)
+
+
+def freed(rank: int, world: int, compiles: bool) -> None:
+    import gc
+    import weakref
+
+    model = wrapped(seeded(0, Mlp), compile=compiles)
+    loss_of(model, 0).backward()
+    gone = [weakref.ref(model), weakref.ref(model.module), weakref.ref(model.module.first.weight)]
+    del model
+    gc.collect()
+    expect([ref() for ref in gone] == [None] * 3, f"{[ref() is None for ref in gone]}")
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_nothing_keeps_a_model_alive(pool: Pool, compiles: bool):
+    pool.run(freed, compiles)
+
+
+# ---- compositions ----------------------------------------------------------------------------------------------------
+
+
+def compositions(rank: int, world: int) -> None:
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    original = DDPOptimizer.compile_fn
+    DDPOptimizer.compile_fn = error_of  # type: ignore[method-assign, assignment]
+    try:
+        module = seeded(0, Mlp)
+        model = wrapped(module)
+        outer = torch.compile(model, backend="eager")
+        step = torch.compile(lambda i: loss_of(outer, i), backend="eager")
+        for i, run in enumerate((lambda i: loss_of(outer, i), step)):
+            module.zero_grad()
+            run(i).backward()
+            expect_equal(gradients(module), average(local(module, i)), f"compiled from outside: {i}")
+        expect(len(model.backend.plans) == 1, f"{len(model.backend.plans)} graphs")
+        around = wrapped(model)
+        module.zero_grad()
+        loss_of(around, 4).backward()
+        expect_equal(gradients(module), average(local(module, 4)), "a wrapper in a wrapper")
+    finally:
+        DDPOptimizer.compile_fn = original  # type: ignore[method-assign]
+    expect(fxddp.backend_of(model) is model.backend, "backend_of")
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(Mlp(), backend=fxddp.backend(inner="aot_eager"))
+    in_place = Mlp()
+    in_place.compile(backend=fxddp.backend(inner="aot_eager"))
+    for what, wrap in {
+        "ours around compiled": lambda: wrapped(compiled),
+        "ours around compiled in place": lambda: wrapped(nn.Sequential(in_place)),
+        "torch's around compiled": lambda: Stock(compiled),
+        "torch's around ours": lambda: Stock(nn.Sequential(model)),
+    }.items():
+        expect("averages its gradients with fxddp already" in str(error_of(wrap, what)), what)
+
+
+def test_compositions(pool: Pool):
+    pool.run(compositions, timeout=120)
+
+
+def strangers(rank: int, world: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_module
+
+    mesh = init_device_mesh("cpu", (world,))
+    expect("DTensor" in str(error_of(lambda: wrapped(distribute_module(Mlp(), mesh)))), "DTensor")
+    error = str(error_of(lambda: wrapped(cast("nn.Module", fully_shard(Mlp(), mesh=mesh)))))
+    expect("FSDP" in error or "DTensor" in error, error)
+    module = seeded(0, Mlp)
+    model = wrapped(module, device_mesh=mesh)
+    expect(model.device_mesh is mesh and model.process_group is mesh.get_group(), "the mesh's group")
+    loss_of(model, 0).backward()
+    expect_equal(gradients(module), average(local(module, 0)), "on a mesh")
+    error = str(error_of(lambda: wrapped(Mlp(), device_mesh=mesh, process_group=dist.group.WORLD)))
+    expect("both process_group and device_mesh" in error, error)
+    error = str(error_of(lambda: wrapped(Mlp(), device_mesh=init_device_mesh("cpu", (1, world)))))
+    expect("1D device mesh" in error, error)
+
+
+def test_meshes_and_sharded_parameters(pool: Pool):
+    pool.run(strangers, discard=True)
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, world: int) -> None:
+    frozen = Mlp().requires_grad_(False)
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        ("device_ids can only be None or contain a single", lambda: wrapped(Mlp(), device_ids=[0, 1])),
+        ("device_ids and output_device arguments", lambda: wrapped(Mlp(), device_ids=[0])),
+        ("device_ids and output_device arguments", lambda: wrapped(Mlp(), output_device=1)),
+        ("doesn't have any parameter that requires a gradient", lambda: wrapped(frozen)),
+        ("uninitialized parameters", lambda: wrapped(nn.LazyLinear(3))),
+        (
+            "SyncBatchNorm layers only work with GPU",
+            lambda: wrapped(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))),
+        ),
+        ("need to be set at the same time", lambda: wrapped(Mlp(), delay_all_reduce_named_params=[])),
+        ("process_group must be", lambda: wrapped(Mlp(), process_group="gloo")),
+        ("static_graph must be True or False", lambda: wrapped(Mlp(), static_graph=1)),
+        ("bucket_mb must be a positive", lambda: wrapped(Mlp(), bucket_cap_mb=0)),
+        ("bucket_cap_mb_list", lambda: wrapped(Mlp(), bucket_cap_mb_list=[1, 2])),
+        ("inner must be one of", lambda: wrapped(Mlp(), inner="tvm")),
+        ("register_comm_hook", lambda: wrapped(Mlp()).register_comm_hook(None, error_of)),
+        ("_register_builtin_comm_hook", lambda: wrapped(Mlp())._register_builtin_comm_hook(None)),
+        ("_register_fused_optim", lambda: wrapped(Mlp())._register_fused_optim(torch.optim.SGD, lr=0.1)),
+        ("greater than 1", lambda: wrapped(Mlp())._set_ddp_runtime_logging_sample_rate(0)),
+    ]
+    for text, call in cases:
+        error = error_of(call, text)
+        expect(text in str(error) and isinstance(error, ValueError | RuntimeError), f"{text}: {error!r}")
+    expect(isinstance(error_of(lambda: wrapped(Mlp(), nonsense=1)), TypeError), "an unknown argument")
+    with pytest.warns(FutureWarning, match="check_reduction"):
+        wrapped(Mlp(), check_reduction=True)
+
+
+def test_refusals_name_the_argument(pool: Pool):
+    pool.run(refused)
+
+
+def different(rank: int, world: int) -> None:
+    wrapped(Mlp(width=20 + rank))
+
+
+def test_different_models_are_refused_at_construction(pool: Pool):
+    for error in pool.run(different, expect_error=True):
+        assert "first.weight" in str(error)
+
+
+def sizes(rank: int, world: int) -> None:
+    def plan(**options: Any) -> Any:
+        model = fxddp.DistributedDataParallel(seeded(0, Mlp), inner="aot_eager", **options)
+        loss_of(model, 0).backward()
+        (plan,) = model.backend.plans
+        return plan
+
+    expect((plan().cap, plan().first_cap) == (25 << 20, 1 << 20), "torch's default")
+    given = plan(bucket_cap_mb=0.25)
+    expect((given.cap, given.first_cap) == (1 << 18, 1 << 18), "a given size is the first bucket's too")
+    expect(plan(bucket_cap_mb=1, first_bucket_mb=0.5).first_cap == 1 << 19, "unless that is given as well")
+    several = plan(bucket_cap_mb_list=[SMALL, 3 * SMALL, 2 * SMALL])
+    unit = int(SMALL * (1 << 20))
+    expect(several.caps == (unit, int(3 * SMALL * (1 << 20)), int(2 * SMALL * (1 << 20))), f"{several.caps}")
+    grouped = [[len(b.grads) for b in each.buckets] for each in (several, plan(bucket_cap_mb=SMALL))]
+    expect(grouped == [[3, 2, 1], [3, 1, 2]], f"{grouped}")
+
+
+def test_bucket_sizes(pool: Pool):
+    pool.run(sizes)
+
+
+def views(rank: int, world: int, as_view: bool, set_to_none: bool) -> None:
+    ours, stock = seeded(0, Mlp), seeded(0, Mlp)
+    model = wrapped(ours, gradient_as_bucket_view=as_view, bucket_cap_mb=1)
+    reference = Stock(stock, gradient_as_bucket_view=as_view)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ours, stock)]
+    for i in range(3):
+        for optimizer, each in zip(optimizers, (model, reference), strict=True):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss_of(each, i).backward()
+            optimizer.step()
+        expect_equal(gradients(ours), gradients(stock), f"step {i}")
+    storages = {p.grad.untyped_storage().data_ptr() for p in ours.parameters() if p.grad is not None}
+    expect(len(storages) == 1, "every gradient is a view of the one bucket")
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("as_view", [True, False])
+def test_gradient_as_bucket_view(pool: Pool, as_view: bool, set_to_none: bool):
+    pool.run(views, as_view, set_to_none)
+
+
+def other_settings(rank: int, world: int) -> None:
+    module = seeded(0, Mlp)
+    named = list(module.named_parameters())
+    model = wrapped(
+        module,
+        delay_all_reduce_named_params=named[:2],
+        param_to_hook_all_reduce=named[-1][1],
+        skip_all_reduce_unused_params=True,
+        find_unused_parameters=True,
+        batched_grad_copy=True,
+        init_sync=False,
+    )
+    loss_of(model, 0).backward()
+    expect_equal(gradients(module), average(local(module, 0)), "delayed ones are averaged like all others")
+    expect(not model.backend.settings.find_unused_parameters, "skipping needs no exchange")
+    expect("before training starts" in str(error_of(model._set_static_graph)), "too late to be static")
+    model = wrapped(seeded(0, Mlp))
+    model._set_static_graph()
+    expect(model.static_graph and model.backend.settings.static_graph, "static from now on")
+    with pytest.warns(UserWarning, match="no need to set it again"):
+        model._set_static_graph()
+    with counted_collectives() as started:
+        unequal = wrapped(seeded(rank, Mlp), init_sync=False)
+    expect(not started, f"init_sync=False starts {started}")
+    weights = unequal.module.first.weight.clone()
+    loss_of(unequal, 0).backward()
+    expect(torch.equal(unequal.module.first.weight, weights), "init_sync=False sends nothing later either")
+
+
+def test_settings_without_effect_on_numbers(pool: Pool):
+    pool.run(other_settings)
+
+
+def regrouped(rank: int, world: int) -> None:
+    module = seeded(0, Mlp)
+    model = wrapped(module)
+    loss_of(model, 0).backward()
+    alone = [dist.new_group([each]) for each in range(world)]
+    model._update_process_group(alone[rank])
+    module.zero_grad()
+    loss_of(model, 1).backward()
+    expect_equal(gradients(module), local(module, 1), "on a group of one")
+    everyone: Any = dist.group.WORLD
+    model._update_process_group(everyone)
+    module.zero_grad()
+    loss_of(model, 2).backward()
+    expect_equal(gradients(module), average(local(module, 2)), "on all ranks again")
+
+
+def test_another_group_later(pool: Pool):
+    pool.run(regrouped, discard=True)
+
+
+# ---- mixed precision -------------------------------------------------------------------------------------------------
+
+
+class Precise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("count", torch.tensor(3))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        return self.last(hidden) * self.scale
+
+
+def reduced(rank: int, world: int, compiles: bool) -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    module = seeded(0, Precise)
+    plain = copy.deepcopy(module)
+    model = wrapped(
+        module,
+        mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16),
+        compile=compiles,
+    )
+    expect(module.scale.dtype == torch.bfloat16 and module.count.dtype == torch.int64, "buffers")
+    out = model(data(0, 6, 8))
+    expect(out.dtype == torch.bfloat16, f"computed in {out.dtype}")
+    out.float().square().mean().backward()
+
+    def loss(reference: nn.Module) -> Tensor:
+        half = copy.deepcopy(reference).bfloat16()
+        halves = {name: p.bfloat16() for name, p in reference.named_parameters()}
+        return torch.func.functional_call(half, halves, (data(0, 6, 8).bfloat16(),)).float().square().mean()
+
+    expect(all(p.dtype == p.grad.dtype == torch.float32 for p in module.parameters() if p.grad is not None), "float32")
+    expect_equal(gradients(module), average(local_gradients(plain, loss)), "averaged in float32", tol=1e-2)
+    expect(all(v.dtype != torch.bfloat16 for v in model.module.parameters()), "parameters stay")
+    with pytest.warns(UserWarning, match="reduce_dtype=torch.float16 is not supported yet"):
+        wrapped(seeded(0, Precise), mixed_precision=_MixedPrecision(torch.float16, torch.float16))
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_mixed_precision(pool: Pool, compiles: bool):
+    pool.run(reduced, compiles)
+
+
+# ---- looking ---------------------------------------------------------------------------------------------------------
+
+
+def logged(rank: int, world: int, compiles: bool) -> None:
+    ours = wrapped(seeded(0, Mlp), compile=compiles, bucket_cap_mb=25)
+    stock = Stock(seeded(0, Mlp), bucket_cap_mb=25)
+    for i in range(3):
+        for model in (ours, stock):
+            loss_of(model, i).backward()
+    mine, theirs = ours._get_ddp_logging_data(), stock._get_ddp_logging_data()
+    expect(not set(theirs) - set(mine), f"missing: {sorted(set(theirs) - set(mine))}")
+    own = ("num_buckets_reduced", "has_rebuilt_buckets")
+    for key, value in theirs.items():
+        expect(type(mine[key]) is type(value), f"{key} is {mine[key]!r}, not like {value!r}")
+        if "time" not in key and "rebuilt" not in key and "indices" not in key and key not in own:
+            expect(mine[key] == value, f"{key} is {mine[key]!r} and not {value!r}")
+    ours.zero_grad()
+    expect(ours._get_ddp_logging_data()["unused_parameter_size"] == 0, "zero_grad makes none unused")
+    part = wrapped(seeded(0, Structured), compile=compiles)
+    part({"x": data(0, 3, 8), "rest": (1.0, None)}, module=1.0).logits.sum().backward()
+    known = part._get_ddp_logging_data()["unused_parameter_size"]
+    expect(known == (0 if compiles else 4 * (8 + 1) * (5 + 6)), f"{known} bytes unused")
+    expect(mine["num_unused_parameters"] == 0, f"{mine['num_unused_parameters']} unused")
+    compute, comm, overlap = (mine[f"backward_{what}_time"] for what in ("compute", "comm", "compute_comm_overlap"))
+    expect(compute > 0 and 0 <= overlap <= min(compute, comm), f"times {compute}, {comm}, {overlap}")
+    expect(mine["backward_compute_time_start"] > mine["forward_compute_time_start"] > 0, "backward is after forward")
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_logging_data(pool: Pool, compiles: bool):
+    pool.run(logged, compiles)

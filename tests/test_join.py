@@ -1,0 +1,155 @@
+"""Ranks with different numbers of batches: those that run out answer the others' steps, compared with stock DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as Stock
+
+import fxddp
+from tests.live.lab import SMALL, Mlp, data, error_of, expect, expect_equal, gradients, seeded
+from tests.live.pool import Pool
+from tests.test_agreement import Experts, square
+
+BATCHES = (2, 5, 3)
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).relu())  # type: ignore[no-any-return]
+
+
+def wrapped(module: nn.Module, **options: Any) -> Any:
+    return fxddp.DistributedDataParallel(module, bucket_cap_mb=SMALL, inner="aot_eager", **options)
+
+
+def state(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def train(model: Any, batches: int, *, accumulate: bool = False, which: int | None = None) -> None:
+    """Plain SGD; every step on what the last ones left if it accumulates first."""
+    extra = () if which is None else (which,)
+    # stock DDP gives what only a rank without inputs has used a gradient of zero, and momentum then moves it
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if extra else 0.9)
+    for i in range(batches):
+        optimizer.zero_grad()
+        if accumulate:
+            with model.no_sync():
+                square(model(data(20 + i, 6, 8), *extra)).backward()
+        square(model(data(i, 6, 8), *extra)).backward()
+        optimizer.step()
+
+
+def uneven(rank: int, world: int, kind: str, by_initial: bool, compiles: bool) -> None:
+    """The same program with stock DDP and with ours; after `join` all ranks hold what the last joiner has."""
+    make = {"experts": Experts, "buffers": Normalised}.get(kind, Mlp)
+    options = {"find_unused_parameters": kind == "experts"}
+    arguments: dict[str, Any] = {
+        "accumulate": kind == "no_sync",
+        "which": min(rank, 1) if kind == "experts" else None,
+    }
+    reference, module = seeded(0, make), seeded(0, make)
+    stock = Stock(reference, bucket_cap_mb=SMALL, **options)
+    with stock.join(divide_by_initial_world_size=by_initial):
+        train(stock, BATCHES[rank], **arguments)
+    model = wrapped(module, compile=compiles, **options)
+    with model.join(divide_by_initial_world_size=by_initial):
+        train(model, BATCHES[rank], **arguments)
+    expect_equal(state(module), state(reference), f"{kind}, {by_initial=}", tol=1e-5)
+    expect(not model.backend.joining, "still joining")
+    module.zero_grad()
+    square(model(data(9, 6, 8), *(() if kind != "experts" else (0,)))).backward()
+    stock_again = Stock(reference, bucket_cap_mb=SMALL, **options)
+    reference.zero_grad()
+    square(stock_again(data(9, 6, 8), *(() if kind != "experts" else (0,)))).backward()
+    expect_equal(gradients(module), gradients(reference), "a step after join", tol=1e-4)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("by_initial", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "no_sync", "experts", "buffers"])
+def test_uneven_inputs(pool: Pool, kind: str, by_initial: bool, compiles: bool):
+    pool.run(uneven, kind, by_initial, compiles)
+
+
+@pytest.mark.parametrize("kind", ["plain", "experts"])
+def test_uneven_inputs_on_three_ranks(pool3: Pool, kind: str):
+    pool3.run(uneven, kind, False, True)
+
+
+def two_models(rank: int, world: int, apart: bool) -> None:
+    """Two wrapped models in one `Join`, with a backward for each or one for both."""
+    found = []
+    for wrap in (lambda m: Stock(m, bucket_cap_mb=SMALL), wrapped):
+        modules = seeded(0, Mlp), seeded(1, lambda: Mlp(12))
+        models = [wrap(module) for module in modules]
+        if wrap is not wrapped and not apart:
+            # stock DDP cannot shadow one backward of two models: both models in one
+            both = seeded(0, lambda: nn.ModuleList([nn.Identity(), nn.Identity()]))
+            both[0], both[1] = modules
+            models = [Stock(Sum(both), bucket_cap_mb=SMALL)]
+        optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.05)
+        with Join(models):
+            for i in range(BATCHES[rank]):
+                optimizer.zero_grad()
+                if apart:
+                    for model in models:
+                        square(model(data(i, 6, 8))).backward()
+                else:
+                    sum(square(model(data(i, 6, 8))) for model in models).backward()  # type: ignore[union-attr]
+                optimizer.step()
+        found.append(
+            {f"{k}.{name}": value for k, module in enumerate(modules) for name, value in state(module).items()}
+        )
+    expect_equal(found[1], found[0], f"{apart=}", tol=1e-5)
+
+
+class Sum(nn.Module):
+    """Outputs of two models side by side: their squares' mean is half the sum of the means."""
+
+    def __init__(self, both: nn.ModuleList) -> None:
+        super().__init__()
+        self.both = both
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([model(x) * 2**0.5 for model in self.both], 1)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_two_models_in_one_join(pool: Pool, apart: bool):
+    pool.run(two_models, apart)
+
+
+def early(rank: int, world: int) -> str:
+    model = wrapped(seeded(0, Mlp))
+
+    def run() -> None:
+        with model.join(throw_on_early_termination=True):
+            train(model, BATCHES[rank])
+
+    return str(error_of(run))
+
+
+def test_early_termination(pool: Pool):
+    for message in pool.run(early):
+        assert "exhausted" in message
+
+
+def disabled(rank: int, world: int) -> None:
+    model = wrapped(seeded(0, Mlp))
+    with model.join(enable=False):
+        train(model, 2)
+    expect(not model.backend.joining, "joining although it was not enabled")
+
+
+def test_join_can_be_turned_off(pool: Pool):
+    pool.run(disabled)
