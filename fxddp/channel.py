@@ -1,16 +1,17 @@
 """The side channel of a group: what ranks tell each other about their collectives before they run them.
 
 Note [side channel]: every step of fxddp that communicates starts with a record, a few integers that all ranks exchange
-on a small gloo group of their own, whatever the data travels on. Records pair up by their order, so a rank always
-learns what the others are about to do, and collectives of the data group only run where all records were equal or all
-ranks drew the same conclusion from their difference. A record is sent when a backward starts and waited for when the
-first bucket is packed.
+over connections of their own (`wire.py`), whatever the data travels on. Records pair up by their order, so a rank
+always learns what the others are about to do, and collectives of the data group only run where all records were equal
+or all ranks drew the same conclusion from their difference. A record is sent when a backward starts and waited for
+when the first bucket is packed.
 
 What records cannot tell is what happened after them: a rank that gave up a backward half-way leaves a note in the
 group's store, and a rank that waits longer than `STALL` reads the others' notes.
 """
 
 import json
+import struct
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,21 +19,23 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from . import _compat
+from .wire import PeerGone, Wire
 
 if TYPE_CHECKING:
     from .group import Group
 
-STALL = timedelta(seconds=1)
-"""How long a wait may take before this rank looks for notes of the others."""
+STALL = 1.0
+"""Seconds that a wait may take before this rank looks for notes of the others."""
 
 WORDS = 6
 """Integers in a record that the caller fills."""
 
 Record = tuple[int, ...]
+
+_RECORD = struct.Struct(f"!{WORDS + 2}q")
 
 
 class RanksDisagree(RuntimeError):
@@ -42,12 +45,10 @@ class RanksDisagree(RuntimeError):
 class Announced:
     """A record under way to the other ranks."""
 
-    __slots__ = ("_channel", "_rows", "_what", "_work")
+    __slots__ = ("_channel", "_what")
 
-    def __init__(self, channel: "Channel", rows: torch.Tensor, work: Any, what: Callable[[], str]) -> None:
+    def __init__(self, channel: "Channel", what: Callable[[], str]) -> None:
         self._channel = channel
-        self._rows = rows
-        self._work = work
         self._what = what
 
     def records(self) -> list[Record]:
@@ -56,12 +57,10 @@ class Announced:
         Raises:
             RanksDisagree: a rank is at another step, has launched other collectives, failed, or did not come in time.
         """
-        channel = self._channel
-        channel.wait(self._work, self._what)
-        rows = self._rows.tolist()
+        rows = [_RECORD.unpack(block) for block in self._channel.finish(self._what)]
         if any(row[:2] != rows[0][:2] for row in rows):
-            channel.refuse_steps(rows)
-        return [tuple(row[2:]) for row in rows]
+            self._channel.refuse_steps(rows)
+        return [row[2:] for row in rows]
 
 
 class Channel:
@@ -79,7 +78,7 @@ class Channel:
         self.launched = 0
         self.timeout: timedelta = _compat.group_timeout(group.process_group)
         self._store = group.store(f"fxddp/{token}")
-        self._side = _compat.side_group(group.store(f"fxddp/{token}/side"), self.rank, self.size, self.timeout)
+        self._wire = Wire(self.rank, self.size, group.store(f"fxddp/{token}/wire"), self.timeout)
         self._broken = ""
         self._given_up: dict[int, int] = {}
 
@@ -91,23 +90,37 @@ class Channel:
         """
         if self._broken:
             raise RanksDisagree(self._broken)
+        if not self._wire.finished:  # of a backward that was given up; the others count on this rank to pass it on
+            self.finish(what)
         self.step += 1
-        mine = torch.tensor([self.step, self.launched, *record])
-        rows = torch.empty(self.size, len(mine), dtype=torch.int64)
-        return Announced(self, rows, _compat.all_gather(self._side, rows, mine), what)
+        self._start(_RECORD.pack(self.step, self.launched, *record), what)
+        return Announced(self, what)
 
     def gather(self, value: Any, what: Callable[[], str]) -> list[Any]:
         """Everybody's `value` (of JSON's types), by rank, after records that differed."""
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = torch.empty(self.size, dtype=torch.int64)
-        self.wait(_compat.all_gather(self._side, sizes, torch.tensor([len(text)])), what)
-        longest = int(sizes.max())
-        rows = torch.empty(self.size, longest, dtype=torch.uint8)
-        padded = torch.cat([text, text.new_zeros(longest - len(text))])
-        self.wait(_compat.all_gather(self._side, rows, padded), what)
-        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes.tolist(), strict=True)]
+        self._start(json.dumps(value).encode(), what)
+        return list(map(json.loads, self.finish(what)))
 
     # --- waiting ----------------------------------------------------------------------------------
+
+    def _start(self, block: bytes, what: Callable[[], str]) -> None:
+        try:
+            self._wire.start(block)
+        except PeerGone as error:
+            self._lost(what, error)
+
+    def finish(self, what: Callable[[], str]) -> list[bytes]:
+        """Waits for everybody's blocks; see `wait`."""
+        blocks: list[bytes] | None = None
+
+        def attempt(seconds: float) -> bool:
+            nonlocal blocks
+            blocks = self._wire.finish(seconds)
+            return blocks is not None
+
+        self._patiently(attempt, what)
+        assert blocks is not None
+        return blocks
 
     def wait(self, work: Any, what: Callable[[], str]) -> None:
         """Waits for gloo work of this step.
@@ -116,22 +129,23 @@ class Channel:
             RanksDisagree: another rank gave up this step, died, or did not come within the group's timeout; and from
                 then on at every announcement.
         """
+        self._patiently(lambda seconds: _arrived(work, seconds), what)
+
+    def _patiently(self, attempt: Callable[[float], bool], what: Callable[[], str]) -> None:
         since = time.monotonic()
         while True:
-            started = time.monotonic()
             try:
-                work.wait(STALL)
-            except RuntimeError as error:
-                waited = time.monotonic() - started
-                late = timedelta(seconds=time.monotonic() - since) >= self.timeout
-                if late or waited < STALL.total_seconds() / 2 or "timed out" not in str(error).lower():
-                    with suppress(dist.DistError):
-                        self._look(what)
-                    self._lost(what(), error)
-            else:
-                return
-            self._store.set(f"at/{self.rank}", str(self.step))
-            self._look(what)
+                if attempt(STALL):
+                    return
+            except RanksDisagree:
+                raise
+            except (RuntimeError, PeerGone) as error:
+                self._lost(what, error)
+            if time.monotonic() - since >= self.timeout.total_seconds():
+                self._lost(what, None)
+            with suppress(dist.DistError):
+                self._store.set(f"at/{self.rank}", str(self.step))
+                self._look(what)
 
     def _look(self, what: Callable[[], str]) -> None:
         """Reads what other ranks noted: raises if one of them will not come to where this rank waits."""
@@ -148,19 +162,23 @@ class Channel:
                     f"{note['launched']} collectives of the run; rank {self.rank} after {here}"
                 )
 
-    def _lost(self, what: str, error: RuntimeError) -> None:
-        missing = []
-        with suppress(RuntimeError):
+    def _lost(self, what: Callable[[], str], error: Exception | None) -> None:
+        missing: list[int] = []
+        with suppress(dist.DistError):
+            self._look(what)
             self._store.set(f"at/{self.rank}", str(self.step))
-            time.sleep(STALL.total_seconds())  # the others notice at the same time, and say so
+            time.sleep(STALL)  # the others notice at the same time, and say so
+            self._look(what)
             for rank in range(self.size):
                 here = self._store.check([f"at/{rank}"]) and int(self._store.get(f"at/{rank}")) == self.step
                 missing += [] if here else [rank]
         who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or 'unknown'}"
+        limit = f"within the group's timeout of {self.timeout.total_seconds():g} s"
         self._break(
-            f"rank {self.rank} was about to {what}, but {who} did not come to the same point within the group's "
-            f"timeout of {self.timeout.total_seconds():g} s, or is gone: it stopped, took another path through the "
-            f"model, or ran another number of backwards. Look for an error of that rank ({error})",
+            f"rank {self.rank} was about to {what()}, but {who} "
+            + (f"is gone ({error})" if error else f"did not come to the same point {limit}")
+            + ": it stopped, took another path through the model, or ran another number of backwards. Look for an "
+            "error of that rank",
             error,
         )
 
@@ -188,16 +206,11 @@ class Channel:
         since = time.monotonic()
         while time.monotonic() - since < patience.total_seconds():
             try:
-                work.wait(STALL)
-            except RuntimeError as error:
-                if "timed out" not in str(error).lower():
-                    return False
-                try:
-                    self._look(lambda: "clean up after an error")
-                except RanksDisagree:
-                    return False
-            else:
-                return True
+                if _arrived(work, STALL):
+                    return True
+                self._look(lambda: "clean up after an error")
+            except RuntimeError:
+                return False
         return False
 
     def refuse_steps(self, rows: Sequence[Sequence[int]]) -> None:
@@ -212,3 +225,19 @@ class Channel:
         if any(row[1] != rows[0][1] for row in rows):
             self._break(message)
         raise RanksDisagree(message)
+
+
+def _arrived(work: Any, seconds: float) -> bool:
+    """Waits for gloo work for a while; whether it is done.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    started = time.monotonic()
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        if "timed out" in str(error).lower() and time.monotonic() - started > seconds / 2:
+            return False
+        raise
+    return True

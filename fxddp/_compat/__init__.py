@@ -57,16 +57,14 @@ from .dynamo import (
     placeholder_source,
 )
 from .groups import (
-    all_gather,
     group_exists,
     group_store,
     group_timeout,
-    side_group,
+    store_host,
 )
 
 __all__ = [
     "accumulates",
-    "all_gather",
     "aot_compile",
     "below_autograd",
     "bypass_cache",
@@ -112,8 +110,8 @@ __all__ = [
     "restricted_to",
     "saved_context",
     "sequence_number",
-    "side_group",
     "stand_in",
+    "store_host",
     "task_id",
     "upstream_leaves",
 ]

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 
 def group_exists(group: dist.ProcessGroup) -> bool:
@@ -21,11 +20,8 @@ def group_timeout(group: dist.ProcessGroup) -> Any:
     return group._get_backend(group._device_types[0]).options._timeout
 
 
-def side_group(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
-    """A gloo group with these members that nobody else knows: no name, no part in the creation of other groups."""
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
-def all_gather(side: Any, rows: Tensor, mine: Tensor) -> Any:
-    """Starts gathering everybody's tensor into the rows of one; gives the work to wait for."""
-    return side._allgather_base(rows.view(-1), mine)
+def store_host(store: Any) -> str | None:
+    """The host that a store's server runs on, if it has one."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", None)
