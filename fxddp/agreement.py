@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .channel import Announced, RanksDisagree, Record
-from .decision import CONTACT, END, GRAPH, Decision, Different, Event, decide, some
+from .decision import CONTACT, END, GRAPH, HOOK, Decision, Different, Event, decide, some
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -86,8 +86,10 @@ class Agreement:
         if group.size == 1:
             return Proposal(self, event, group, None, event.alone)
         backend = self._backend()
-        joining = backend is not None and backend.joining
-        if self._closed and not joining and event.kind in (GRAPH, END):
+        assert backend is not None
+        if event.kind in (GRAPH, HOOK, END):
+            backend.confirm_comm_hook(group)
+        if self._closed and not backend.joining and event.kind in (GRAPH, END):
             known = self._static.get(event.record)
             if known is None and carried:
                 return Proposal(self, event, group, None, event.alone)

@@ -1,7 +1,7 @@
 """The Dynamo backend: `torch.compile(model, backend=fxddp.backend(…))`."""
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from .agreement import Agreement
 from .backward import Backward
 from .by_name import by_name
 from .call import Binding
+from .comm_hook import CommHook
 from .compiled import backend_of, listen, no_sync
 from .compiler import Compilation
 from .config import MIB, Settings, make_settings, split_options
@@ -35,7 +36,9 @@ class Backend:
     """A `torch.compile` backend whose compiled backward averages gradients over the ranks. Made by `fxddp.backend`.
 
     Attributes:
+        comm_hook: what runs on every bucket in place of the all-reduce, or None.
         joining: ranks may run out of inputs, under `join`.
+        shadowed_launches: buckets of the running backward of the others that this rank took part in without inputs.
         divide_by_initial_world_size: gradients are then divided by the number of all ranks, not of those with inputs.
     """
 
@@ -50,7 +53,9 @@ class Backend:
         self.agreement = Agreement(self)
         self.log = EventLog()
         self.sites: list[Site] = []
+        self.comm_hook: CommHook | None = None
         self.joining = False
+        self.shadowed_launches = 0
         self.divide_by_initial_world_size = True
         self._running: dict[int, Backward] = {}
         self._lock = threading.Lock()
@@ -181,6 +186,34 @@ class Backend:
             yield
         finally:
             self._local_scopes.remove(scope)
+
+    # --- communication hooks ----------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Has a hook of DistributedDataParallel's run on every bucket in place of the averaging all-reduce.
+
+        Args:
+            state: passed to every call.
+            hook: `(state, bucket) -> Future[Tensor]`; the bucket has the methods of `torch.distributed.GradBucket`, its
+                buffer the local gradients, not divided. What the future holds becomes the gradients.
+
+        Raises:
+            RuntimeError: there is one already.
+            TypeError, ValueError: it is no such function.
+        """
+        if self.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once: this backend has "
+                f"{self.comm_hook.name} already"
+            )
+        self.comm_hook = CommHook(state, hook)
+
+    def confirm_comm_hook(self, group: Group) -> None:
+        """Compares a new hook with the other ranks', who would otherwise start other collectives."""
+        hook = self.comm_hook
+        if hook is not None and hook.confirmed_by is not group:
+            hook.confirmed_by = group
+            self.replica.agree_on_hook(hook.name, group)
 
     # --- looking ----------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class Backward:
     def group(self, group: "Group | None") -> None:
         if group is not self._group:
             self._group = group
-            self.scale = 1.0 if group is None else group.scale
+            self.scale = 1.0 if group is None or self.backend.comm_hook is not None else group.scale
 
     # --- called by a node's run (reduction.py) -----------------------------------------------
 
@@ -108,7 +108,8 @@ class Backward:
 
     def follow_decision(self, decision: Decision) -> None:
         """Divides by the number of ranks that have inputs from now on, if `join` was asked to."""
-        if decision.active is not None and not self.backend.divide_by_initial_world_size:
+        divides = self.backend.comm_hook is None and not self.backend.divide_by_initial_world_size
+        if decision.active is not None and divides:
             self.scale = 1.0 / decision.active
 
     def enter(self, call: "Call") -> None:
@@ -128,30 +129,51 @@ class Backward:
                 self._strangers += self.backend.watch.strangers()
 
     def launch(
-        self, flat: Tensor, views: list[Tensor] | None, parameters: Sequence[Tensor], *, outside: bool = False
+        self,
+        flat: Tensor,
+        members: Sequence[Tensor],
+        kept: Sequence[int] | None,
+        views: list[Tensor] | None,
+        *,
+        is_last: bool,
+        outside: bool = False,
     ) -> Launched:
         """Starts reducing a packed bucket; its views become the parameters' gradients at the end.
 
         Args:
             flat: the bucket.
-            views: of the gradients in it; None if they are only made later.
-            parameters: whose gradients they are.
+            members: the parameters whose gradients it holds.
+            kept: positions of those that get theirs from here; None for all.
+            views: of all gradients in it; None if they are only made later.
+            is_last: whether no bucket of this graph, or of this end, follows.
             outside: no graph packed it.
         """
-        assert self.group is not None
-        launched = Launched(parameters, views, outside=outside)
+        group, record, hook = self.group, self.record, self.backend.comm_hook
+        assert group is not None
+        if kept is not None and views is not None:
+            launched = Launched([members[i] for i in kept], [views[i] for i in kept], outside=outside)
+        else:
+            launched = Launched(members, views, outside=outside)
         if flat.numel():
-            launched.work = self.group.all_reduce(flat)
-            if outside:
-                self.record.uncovered_launches += 1
+            if hook is None:
+                launched.work = group.all_reduce(flat)
             else:
-                launched.index = self.record.launch(flat.nbytes)
+                index = record.launches + record.uncovered_launches
+                launched.work = hook.run(flat, members, index, group, is_last=is_last, names=self._names(members))
+            if outside:
+                record.uncovered_launches += 1
+            else:
+                launched.index = record.launch(flat.nbytes)
         self._launched.append(launched)
         return launched
 
-    def launch_later(self, bucket: Bucket, flat: Tensor, parameters: Sequence[Tensor]) -> None:
+    def launch_later(self, bucket: Bucket, flat: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> None:
         """`launch` for a bucket whose views all go the usual way: they are only made when they are needed."""
-        self._lazy.append((self.launch(flat, None, parameters), bucket, flat))
+        self._lazy.append((self.launch(flat, parameters, None, None, is_last=is_last), bucket, flat))
+
+    def _names(self, parameters: Sequence[Tensor]) -> str:
+        more = f" and {len(parameters) - 4} more" if len(parameters) > 4 else ""
+        return ", ".join(map(self.backend.watch.name, parameters[:4])) + more
 
     def launched_inside(self, bucket_bytes: Sequence[int], views: list[Tensor], parameters: Sequence[Tensor]) -> None:
         """Notes gradients that a graph with collectives inside has reduced already."""
@@ -265,7 +287,8 @@ class Backward:
             there = [grad * self.scale if p is parameter else None for p in members]
             flat, views = self.fill(members, there)
             others = [i for i, p in enumerate(members) if p is not parameter and bucket[i] not in decision.unused]
-            launched = self.launch(flat, [views[i] for i in others], [members[i] for i in others], outside=True)
+            is_last = bucket is decision.buckets[-1]
+            launched = self.launch(flat, members, others, views, is_last=is_last, outside=True)
             for i in set(range(len(members))).difference(others):
                 if members[i] is parameter:
                     self.wait(launched)
@@ -356,13 +379,17 @@ class Backward:
     def stand_in(self, decision: Decision, group: "Group") -> None:
         """Takes part in the reduction of buckets that no graph of this rank packs."""
         backend = self.backend
-        for bucket in decision.buckets:
-            for members in packs(map(backend.replica.tensor, bucket), backend.settings.cap):
-                flat, views = self.fill(members, [None] * len(members))
-                kept = [i for i, p in enumerate(members) if backend.replica.number(p) not in decision.unused]
-                self.launch(flat, [views[i] for i in kept], [members[i] for i in kept], outside=True)
-                self.record.uncovered += tuple(map(backend.watch.name, members))
-                self.record.uncovered_bytes += flat.nbytes
+        packed = [
+            members
+            for bucket in decision.buckets
+            for members in packs(map(backend.replica.tensor, bucket), backend.settings.cap)
+        ]
+        for members in packed:
+            flat, views = self.fill(members, [None] * len(members))
+            kept = [i for i, p in enumerate(members) if backend.replica.number(p) not in decision.unused]
+            self.launch(flat, members, kept, views, is_last=members is packed[-1], outside=True)
+            self.record.uncovered += tuple(map(backend.watch.name, members))
+            self.record.uncovered_bytes += flat.nbytes
 
     def wait(self, launched: Launched) -> None:
         """Waits for a bucket."""
@@ -370,8 +397,7 @@ class Backward:
             if not launched.outside:
                 self.record.wait(launched.index)
             assert self.group is not None
-            name = self.backend.watch.name
-            self.group.wait(launched.work, lambda: f"average {', '.join(map(name, launched.parameters[:4]))}")
+            self.group.wait(launched.work, lambda: f"average {self._names(launched.parameters)}")
             launched.work = None
 
     def _write(self, launched: Launched) -> None:

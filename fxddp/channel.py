@@ -42,6 +42,10 @@ class RanksDisagree(RuntimeError):
     """Ranks came to the same point of a training run with different parameters, shapes or settings."""
 
 
+class Failed(RuntimeError):
+    """What was waited for failed by itself, on this rank: a user's communication hook."""
+
+
 class Announced:
     """A record under way to the other ranks."""
 
@@ -137,7 +141,7 @@ class Channel:
             try:
                 if attempt(STALL):
                     return
-            except RanksDisagree:
+            except (RanksDisagree, Failed):
                 raise
             except (RuntimeError, PeerGone) as error:
                 self._lost(what, error)

@@ -171,6 +171,7 @@ class DistributedDataParallel(Members):
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = mixed_precision
+        self._comm_hooks: list[tuple[Any, object]] = []
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         caps, first = checked.bucket_sizes(bucket_cap_mb, bucket_cap_mb_list, first_bucket_mb)

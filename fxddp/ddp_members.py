@@ -112,11 +112,12 @@ class Members(nn.parallel.DistributedDataParallel):
         return Shadow(self)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Raises NotImplementedError: communication hooks are not supported yet."""
-        raise NotImplementedError(_later("register_comm_hook"))
+        """Has a communication hook run on every bucket; see `Backend.register_comm_hook`."""
+        self.backend.register_comm_hook(state, hook)
+        self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        raise NotImplementedError(_later("_register_builtin_comm_hook"))
+        self.register_comm_hook(None, stock.builtin_hook(comm_hook_type))
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         raise NotImplementedError(_later("_register_fused_optim"))

@@ -99,11 +99,20 @@ def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> No
             send_buffers(members, group, backend.root(decision, group))
         return
     works = []
+    hook = backend.comm_hook
     for bucket in tensors:
         cap = backend.settings.cap if step.kind == END else sum(t.nbytes for t in bucket)
         for members in packs(bucket, cap):
             flat, _ = empty_bucket(members)
-            if flat.numel():
+            if not flat.numel():
+                continue
+            if hook is None:
                 works.append((group.all_reduce(flat.zero_()), flat))
+                continue
+            index, is_last = backend.shadowed_launches, bucket is tensors[-1]
+            works.append((hook.run(flat.zero_(), members, index, group, is_last=is_last, names="zeros"), flat))
+            backend.shadowed_launches += 1
     for work, _ in works:
         group.wait(work, lambda: "take part with zeros")
+    if step.kind == END:
+        backend.shadowed_launches = 0

@@ -15,13 +15,18 @@ def empty_bucket(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """A flat tensor for these parameters' gradients, and the place of each in it, in its parameter's strides."""
     first = parameters[0]
     flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+    return flat, places_in(flat, parameters)
+
+
+def places_in(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The places of these parameters' gradients in a flat bucket, one after the other."""
     views, offset = [], 0
     with _compat.below_autograd():
         for parameter in parameters:
             shape = tuple(parameter.shape)
             views.append(flat.as_strided(shape, gradient_strides(shape, parameter.stride()), offset))
             offset += parameter.numel()
-    return flat, views
+    return views
 
 
 def packs(tensors: Iterable[Tensor], cap: int) -> list[list[Tensor]]:
@@ -58,6 +63,11 @@ class Assembly:
         self._here = here
         self._next = 0
         self._found: dict[int, Any] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether all buckets were given out."""
+        return self._next == len(self._buckets)
 
     def add(self, parameters: Sequence[Tensor], found: Iterable[Any]) -> Iterator[tuple[Sequence[Tensor], list[Any]]]:
         """Adds gradients, and gives the buckets that are full now, in order.

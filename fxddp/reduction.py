@@ -157,9 +157,10 @@ class Reduction(NodeRun):
         if self._assembly is not None:
             self._launch_ready(self._assembly, wheres, members, bucket_views(bucket, flat))
         elif exceptions.none:
-            self.backward.launch_later(bucket, flat, members)
+            self.backward.launch_later(bucket, flat, members, is_last=bucket is self._plan.buckets[-1])
         else:
-            self._launch(flat, wheres, members, bucket_views(bucket, flat))
+            is_last = bucket is self._plan.buckets[-1]
+            self._launch(flat, wheres, members, bucket_views(bucket, flat), is_last=is_last)
 
     def _fold(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor]) -> None:
         """Adds what the parameters accumulated so far to the packed bucket, and takes it from them."""
@@ -176,12 +177,12 @@ class Reduction(NodeRun):
             torch._foreach_add_(into, added, alpha=self.backward.scale)
 
     def _launch(
-        self, flat: Tensor, wheres: Sequence[Where], members: Sequence[Tensor], views: Sequence[Tensor]
+        self, flat: Tensor, wheres: Sequence[Where], members: Sequence[Tensor], views: list[Tensor], *, is_last: bool
     ) -> None:
         """Launches a bucket of which not every view goes the usual way."""
         skipped = self.exceptions.skipped | {UNUSED}
         kept = [i for i, where in enumerate(wheres) if where not in skipped]
-        launched = self.backward.launch(flat, [views[i] for i in kept], [members[i] for i in kept])
+        launched = self.backward.launch(flat, members, kept, views, is_last=is_last)
         for i in kept:
             if wheres[i] in self.exceptions.reduced:
                 self._to_autograd.append((wheres[i], members[i], views[i], launched))
@@ -194,7 +195,7 @@ class Reduction(NodeRun):
             flat, places = self.backward.fill(wanted, [None if local is None else local[1] for local in found])
             missing = [UNUSED if id(parameter) in assembly.unused else ELSEWHERE for parameter in wanted]
             whose = [where if local is None else local[0] for local, where in zip(found, missing, strict=True)]
-            self._launch(flat, whose, wanted, places)
+            self._launch(flat, whose, wanted, places, is_last=assembly.finished)
 
     def _can_run_whole(self) -> bool:
         """Whether the unsplit graph, with its collectives inside, does what this backward needs."""
@@ -204,6 +205,7 @@ class Reduction(NodeRun):
             and not self._decide().defer
             and self._assembly is None
             and self.exceptions.none
+            and self.backward.backend.comm_hook is None
             and (artifact.group_name, artifact.group_size) == (group.name, group.size)
             and all(self.backward.accumulated_before(members) is None for members in self.by_bucket)
         )

@@ -170,6 +170,14 @@ class Replica:
             self._met[identity] = (reference, group, number)
             self._by_number[number] = (reference, name)
 
+    def agree_on_hook(self, name: str, group: "Group") -> None:
+        """Checks that all ranks have the same communication hook. A collective.
+
+        Raises:
+            RanksDisagree: on every rank.
+        """
+        self._agree(name, group, _compare_hooks)
+
     def _agree(self, mine: Any, group: "Group", compare: Callable[[int, Any, Any], None]) -> None:
         """Has `compare(rank, theirs, rank 0's)` look at what differs between ranks."""
         backend = self._backend()
@@ -291,6 +299,14 @@ def _compare_contact(rank: int, theirs: Any, first: Any) -> None:
                 "all ranks the same"
             )
     _compare(rank, theirs[1], first[1])
+
+
+def _compare_hooks(rank: int, theirs: Any, first: Any) -> None:
+    if theirs != first:
+        raise RanksDisagree(
+            f"the communication hook differs between ranks: {theirs} on rank {rank}, {first} on rank 0. Register the "
+            "same on all ranks"
+        )
 
 
 def _refuse_late(rank: int, names: Any, _: Any) -> None:

@@ -79,3 +79,12 @@ def with_own_code(function: Any, name: str) -> Any:
     """The same function with a code object of its own: Dynamo counts recompiles, and learns sizes, by code object."""
     code = function.__code__.replace(co_name=name, co_qualname=name)
     return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+def builtin_hook(kind: Any) -> Callable[..., Any]:
+    """The hook in Python that does what one of torch's hooks in C++ does."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    if kind == dist.BuiltinCommHookType.FP16_COMPRESS:
+        return default_hooks.fp16_compress_hook
+    return default_hooks.allreduce_hook

@@ -1,0 +1,154 @@
+"""DistributedDataParallel's communication hooks: what a user runs on a bucket in place of the all-reduce.
+
+Note [order of hooks]: a hook may start further collectives when its first one is done, from another thread (PowerSGD
+does). On gloo nothing orders these between ranks but the hook itself, so the next bucket's hook is only called when the
+last one has finished; except for hooks known to start a single collective. NCCL runs such callbacks when they are
+enqueued, in order.
+"""
+
+import threading
+import typing
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from .channel import Failed
+from .packing import places_in
+
+if TYPE_CHECKING:
+    from .group import Group
+
+SINGLE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+"""Hooks that start one collective for each bucket."""
+
+Future = torch.futures.Future[torch.Tensor]
+
+
+class GradBucket:
+    """A bucket as a hook sees it, with the methods of `torch.distributed.GradBucket`."""
+
+    def __init__(self, buffer: Tensor, parameters: Sequence[Tensor], index: int, *, is_last: bool) -> None:
+        self._buffer = buffer
+        self._parameters = list(parameters)
+        self._index = index
+        self._is_last = is_last
+
+    def buffer(self) -> Tensor:
+        """The gradients, flat and not divided yet."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, in the parameters' shapes."""
+        return places_in(self._buffer, self._parameters)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order of their gradients."""
+        return self._parameters
+
+    def index(self) -> int:
+        """Number of the bucket in this backward."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether this is a graph's last bucket."""
+        return self._is_last
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Replaces the buffer."""
+        self._buffer = tensor
+
+
+class HookWork:
+    """What a hook was started for; waits as the work of a collective does."""
+
+    def __init__(self, future: Any, flat: Tensor, failed: Callable[[BaseException], Failed]) -> None:
+        self._future = future
+        self._flat = flat
+        self._failed = failed
+        self._done = threading.Event()
+        future.add_done_callback(lambda _: self._done.set())
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Waits for the hook's result and puts it into the bucket.
+
+        Raises:
+            Failed: the hook failed.
+            RuntimeError: "timed out".
+        """
+        if timeout is not None and not self._done.wait(timeout.total_seconds()):
+            raise RuntimeError("timed out")
+        try:
+            result = self._future.wait()
+        except Exception as error:
+            raise self._failed(error) from error
+        if isinstance(result, (list, tuple)) and len(result) == 1:
+            result = result[0]
+        if not isinstance(result, Tensor) or result.numel() != self._flat.numel():
+            raise self._failed(TypeError(f"it must give a future of a tensor like the buffer, not of {result!r}"))
+        if result.data_ptr() != self._flat.data_ptr():
+            self._flat.copy_(result.reshape(-1))
+
+
+class CommHook:
+    """A registered hook.
+
+    Args:
+        state: passed to every call.
+        hook: `(state, bucket) -> Future[Tensor]`.
+
+    Raises:
+        TypeError, ValueError: it is no such function.
+    """
+
+    def __init__(self, state: object, hook: Callable[..., Any]) -> None:
+        if not callable(hook):
+            raise TypeError(f"Communication hook must be callable, got {hook!r}")
+        bucket, result = _annotations(hook)
+        if bucket not in (None, Any, dist.GradBucket):
+            raise ValueError(f"Communication hook: bucket annotation should be dist.GradBucket, got {bucket!r}")
+        if result not in (None, Any, Future):
+            raise ValueError(
+                f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor], got {result!r}"
+            )
+        self.name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        self.confirmed_by: Group | None = None
+        self._state = state
+        self._hook = hook
+        self._last: HookWork | None = None
+
+    def run(
+        self, flat: Tensor, parameters: Sequence[Tensor], index: int, group: "Group", *, is_last: bool, names: str
+    ) -> HookWork:
+        """Calls the hook for a bucket; see Note [order of hooks].
+
+        Raises:
+            Failed: it raised; names hook, bucket and parameters.
+        """
+
+        def failed(error: BaseException) -> Failed:
+            return Failed(f"communication hook {self.name} failed for bucket {index} ({names}): {error}")
+
+        if self._last is not None and self._hook not in SINGLE and group.backend_name == "gloo":
+            group.wait(self._last, lambda: f"run communication hook {self.name}")
+        group.count()
+        try:
+            future = self._hook(self._state, GradBucket(flat, parameters, index, is_last=is_last))
+            work = HookWork(future, flat, failed)
+        except Exception as error:
+            raise failed(error) from error
+        self._last = None if is_last else work
+        return work
+
+
+def _annotations(hook: Callable[..., Any]) -> tuple[Any, Any]:
+    """What a hook says of its bucket and its result; None where it says nothing, or what cannot be looked up."""
+    try:
+        hints = typing.get_type_hints(hook)
+    except (NameError, TypeError):
+        return None, None
+    return hints.get("bucket"), hints.get("return")

@@ -1,0 +1,253 @@
+"""Communication hooks of DistributedDataParallel, as they are: the numbers of stock DDP with the same hook.
+
+torch's quantisation hooks read the result of an all-gather as NCCL gives it and fail on gloo under stock DDP too; so
+does batched PowerSGD anywhere, whose matrices its own check refuses (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel as Stock
+
+import fxddp
+from tests.live.lab import (
+    SMALL,
+    Gradients,
+    Mlp,
+    average,
+    compiled,
+    error_of,
+    expect,
+    expect_equal,
+    gradients,
+    local,
+    local_gradients,
+    loss_of,
+    seeded,
+)
+from tests.live.pool import Pool
+from tests.test_agreement import Experts, expert
+
+
+def power(state_class: Any = powerSGD_hook.PowerSGDState, **options: Any) -> Any:
+    return state_class(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5, **options)
+
+
+def with_then(state, bucket):  # type: ignore[no-untyped-def]  # stock DDP wants no annotations that are strings
+    """A collective, and another one when that is done."""
+    first = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+    def again(future: Any) -> Tensor:
+        tensor = future.value()[0]
+        dist.all_reduce(tensor)
+        return tensor / 4  # type: ignore[no-any-return]
+
+    return first.then(again)
+
+
+HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "allreduce": (lambda: None, default_hooks.allreduce_hook),
+    "fp16": (lambda: None, default_hooks.fp16_compress_hook),
+    "fp16 wrapper": (lambda: None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "PowerSGD": (power, powerSGD_hook.powerSGD_hook),
+    "fp16 and PowerSGD": (power, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
+    "post-local SGD": (
+        lambda: post_localSGD_hook.PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=2),
+        post_localSGD_hook.post_localSGD_hook,
+    ),
+    "noop": (lambda: None, debugging_hooks.noop_hook),
+    "with then": (lambda: None, with_then),
+}
+
+
+def one_bucket(rank: int, world: int, kind: str, compiles: bool) -> None:
+    """All gradients in one bucket, in the order of both libraries, so that what is compressed together is the same."""
+    make_state, hook = HOOKS[kind]
+    module, reference = seeded(0, Mlp), seeded(0, Mlp)
+    model = fxddp.DistributedDataParallel(module, inner="aot_eager", first_bucket_mb=25, compile=compiles)
+    stock = Stock(reference)
+    for wrapper in (model, stock):
+        torch.manual_seed(7)  # PowerSGD draws
+        wrapper.register_comm_hook(make_state(), hook)
+    for i in range(5):
+        module.zero_grad()
+        reference.zero_grad()
+        loss_of(model, i).backward()
+        loss_of(stock, i).backward()
+        sums = [g.abs().sum() for g in gradients(reference).values() if g is not None]
+        expect(all(bool(s > 0) for s in sums), "no gradients: this tests nothing")
+        if "PowerSGD" in kind:
+            close(gradients(module), gradients(reference), local(module, i), kind, i)
+        else:
+            expect_equal(gradients(module), gradients(reference), f"{kind}, step {i}", tol=1e-6)
+    expect(model._get_ddp_logging_data()["comm_hook"] == hook.__qualname__, "not on record")
+
+
+def close(got: Gradients, want: Gradients, own: Gradients, kind: str, i: int) -> None:
+    """What is compressed together depends on the order in the bucket: compared as approximations of one average."""
+    exact = average(own)
+    for name, reference in exact.items():
+        assert reference is not None
+        mine, theirs = got[name], want[name]
+        assert mine is not None
+        assert theirs is not None
+        size = reference.norm() + 1e-6
+        expect((mine - reference).norm() <= 1.5 * (theirs - reference).norm() + 0.6 * size, f"{kind}, {i}: {name}")
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_of_torch(pool: Pool, kind: str, compiles: bool):
+    pool.run(one_bucket, kind, compiles)
+
+
+def several_buckets(rank: int, world: int, split: bool) -> None:
+    """Every way of a gradient: accumulated, of a tensor hook, reduced for an accumulation hook, bf16 on the CPU."""
+    module = seeded(0, Mlp)
+    model, backend = compiled(module, split=split)
+    backend.register_comm_hook(None, default_hooks.allreduce_hook)
+    for i in range(2):
+        module.zero_grad()
+        with backend.no_sync():
+            loss_of(model, 10 + i).backward()
+        loss_of(model, i).backward()
+        expect_equal(gradients(module), average(local(module, 10 + i, i)), f"accumulated, step {i}", tol=1e-6)
+    expect(backend.stats().last.launches > 1, "one bucket: this tests nothing")
+    seen: dict[str, Tensor] = {}
+    module.first.weight.register_hook(lambda gradient: gradient * 2)
+    module.last.weight.register_post_accumulate_grad_hook(lambda p: seen.update(last=p.grad.clone()))
+    module.zero_grad()
+    loss_of(model, 5).backward()
+    expected = average({n: g * 2 if n == "first.weight" and g is not None else g for n, g in local(module, 5).items()})
+    expect_equal(gradients(module), expected, "with hooks", tol=1e-6)
+    expect_equal(seen, {"last": expected["last.weight"]}, "what the accumulation hook saw", tol=1e-6)
+
+    other = seeded(1, Mlp)
+    model, backend = compiled(other, split=split)
+    backend.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    loss_of(model, 0).backward()
+    half = {n: None if g is None else (g.bfloat16() / 2).float() for n, g in local(other, 0).items()}
+    rounded: Gradients = {}
+    for name, gradient in half.items():
+        assert gradient is not None
+        wire = gradient.bfloat16()
+        dist.all_reduce(wire)
+        rounded[name] = wire.float()
+    expect_equal(gradients(other), rounded, "bf16", tol=1e-6)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_hooks_on_every_way(pool: Pool, split: bool):
+    pool.run(several_buckets, split)
+
+
+def routed(rank: int, world: int, kind: str) -> None:
+    """Ranks that use different parameters; buckets of the union, in one order, for a hook that starts collectives."""
+    module, reference = seeded(0, Experts), seeded(0, Experts)
+    model, backend = compiled(module, find_unused_parameters=True)
+    backend.register_comm_hook(None, HOOKS[kind][1])
+    for i in range(4):
+        module.zero_grad()
+        which = (rank + i) % 3
+        expert(model, which, i).backward()
+        mine = local_gradients(reference, lambda m, which=which, i=i: expert(m, which, i))
+        zeros = {n: torch.zeros_like(p) if mine[n] is None else mine[n] for n, p in reference.named_parameters()}
+        expected = average(zeros)
+        got = gradients(module)
+        expect_equal(
+            {n: g for n, g in got.items() if g is not None},
+            {n: expected[n] for n in got if got[n] is not None},
+            f"step {i}",
+            tol=1e-6,
+        )
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "with then"])
+def test_hooks_over_the_union(pool: Pool, kind: str):
+    pool.run(routed, kind)
+
+
+def joined(rank: int, world: int) -> None:
+    found = []
+    for wrap in (
+        lambda m: Stock(m, bucket_cap_mb=SMALL),
+        lambda m: fxddp.DistributedDataParallel(m, bucket_cap_mb=SMALL, inner="aot_eager"),
+    ):
+        module = seeded(0, Mlp)
+        model = wrap(module)
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with model.join():
+            for i in range(2 + rank):
+                optimizer.zero_grad()
+                loss_of(model, i).backward()
+                optimizer.step()
+        found.append({name: value.clone() for name, value in module.state_dict().items()})
+    expect_equal(found[1], found[0], "with join", tol=1e-6)
+
+
+def test_hooks_with_join(pool: Pool):
+    pool.run(joined)
+
+
+class Broken(Exception):
+    pass
+
+
+def failing(rank: int, world: int) -> list[str]:
+    def at_once(state: Any, bucket: dist.GradBucket) -> Any:
+        raise Broken("at once")
+
+    def later(state: Any, bucket: dist.GradBucket) -> Any:
+        def fail(_: Any) -> Any:
+            raise Broken("later")
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(fail)
+
+    def nothing(state: Any, bucket: dist.GradBucket) -> Any:
+        future = torch.futures.Future()  # type: ignore[var-annotated]
+        future.set_result(None)
+        return future
+
+    messages = []
+    for hook in (at_once, later, nothing):
+        module = seeded(0, Mlp)
+        model, backend = compiled(module)
+        backend.register_comm_hook(None, hook)
+        messages.append(str(error_of(lambda: loss_of(model, 0).backward(), hook.__name__)))  # noqa: B023
+        expect(not backend._running, "still running")
+        messages.append(str(error_of(lambda: backend.register_comm_hook(None, at_once))))  # noqa: B023
+    backend = fxddp.backend()
+    messages.append(str(error_of(lambda: backend.register_comm_hook(None, 3))))  # type: ignore[arg-type]
+
+    def annotated(state: Any, bucket: int) -> Any: ...
+
+    messages.append(str(error_of(lambda: backend.register_comm_hook(None, annotated))))
+    module = seeded(0, Mlp)
+    model, backend = compiled(module)
+    backend.register_comm_hook(None, (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook)[rank])
+    messages.append(str(error_of(lambda: loss_of(model, 0).backward())))
+    return messages
+
+
+def test_errors_of_hooks(pool: Pool):
+    for messages in pool.run(failing, discard=True):
+        for what in ("at_once", "later", "nothing"):
+            message, again = messages.pop(0), messages.pop(0)
+            assert f"{what} failed for bucket 0 (last.bias" in message, message
+            assert "can only be called once" in again
+        assert "must be callable" in messages[0]
+        assert "annotation should be dist.GradBucket" in messages[1]
+        assert "the communication hook differs between ranks: fp16_compress_hook on rank 1" in messages[2]
