@@ -11,17 +11,15 @@ may come, and nothing is exchanged.
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .channel import Announced, RanksDisagree, Record
-from .decision import CONTACT, END, GRAPH, HOOK, Decision, Different, Event, decide, some
+from .decision import CONTACT, END, GRAPH, HOOK, JOINED, Decision, Different, Event, decide, some
 
 if TYPE_CHECKING:
     from .backend import Backend
     from .group import Group
-
-KEPT = 4096
-"""Combinations of records to remember; MoE routing may make many."""
 
 
 class Proposal:
@@ -63,8 +61,8 @@ class Agreement:
     def __init__(self, backend: "Backend") -> None:
         self._backend = weakref.ref(backend)
         self._group: Group | None = None
-        self._joint: dict[tuple[Record, ...], Decision] = {}
-        self._static: dict[Record, tuple[Event, Decision]] = {}
+        self._static: dict[Record, tuple[Event, list[Decision]]] = {}
+        self._turns: dict[Record, int] = {}
         self._closed = False
 
     def announce(self, event: Event, group: "Group", *, carried: bool = False) -> Proposal:
@@ -80,8 +78,8 @@ class Agreement:
         """
         if self._group is not group:
             self._group = group
-            self._joint.clear()
             self._static.clear()
+            self._turns.clear()
             self._closed = False
         if group.size == 1:
             return Proposal(self, event, group, None, event.alone)
@@ -90,14 +88,21 @@ class Agreement:
         if event.kind in (GRAPH, HOOK, END):
             backend.confirm_comm_hook(group)
         if self._closed and not backend.joining and event.kind in (GRAPH, END):
+            event = replace(event, details=None) if event.kind == END else event
             known = self._static.get(event.record)
             if known is None and carried:
                 return Proposal(self, event, group, None, event.alone)
             if known is None:
-                known = self._meet_static(event)
-            if known is not None:
-                return Proposal(self, event, group, None, known[1])
+                self._refuse_news(event)
+            else:
+                return Proposal(self, event, group, None, self._next(event.record, known[1]))
         return Proposal(self, event, group, group.channel.announce(event.record, self._describe(event)))
+
+    def _next(self, record: Record, decisions: list[Decision]) -> Decision:
+        """What was decided at this turn of the first iteration; a step may come several times in one."""
+        turn = self._turns.get(record, 0)
+        self._turns[record] = turn + 1
+        return decisions[turn % len(decisions)]
 
     def conclude(self, proposal: Proposal, records: Sequence[Record], group: "Group") -> Decision:
         """What all ranks do, from their records; called once for each proposal."""
@@ -108,29 +113,35 @@ class Agreement:
             decision = event.alone
         else:
             key = tuple(records)
-            known = self._joint.get(key)
+            known = group.joint.get(key)
             if known is None:
                 texts = group.channel.gather(event.to_json(), self._describe(event))
                 proposal.events = list(map(Event.from_json, texts))
                 if event.kind == CONTACT and all(theirs.kind == CONTACT for theirs in proposal.events):
                     return event.alone  # `replica.py` compares what they hold
-                find_unused = backend.settings.find_unused_parameters
-                try:
-                    known = decide(proposal.events, find_unused=find_unused, name=backend.replica.title)
-                except Different as error:
-                    raise RanksDisagree(str(error)) from None
-                if len(self._joint) >= KEPT:
-                    self._joint.clear()
-                self._joint[key] = known
+                known = self._decide(proposal.events, group)
+                group.remember(key, known)
             decision = known
         if backend.settings.static_graph and event.kind in (GRAPH, END):
-            self._static[event.record] = (event, decision)
+            event = replace(event, details=None) if event.kind == END else event
+            self._static.setdefault(event.record, (event, []))[1].append(decision)
         return decision
+
+    def _decide(self, events: Sequence[Event], group: "Group") -> Decision:
+        """For ranks at different steps; by the settings of the backend that the others are at, not this rank's."""
+        owner = next((event.owner for event in events if event.kind != JOINED), 0)
+        backend = group.owner(owner) or self._backend()
+        assert backend is not None
+        try:
+            return decide(events, find_unused=backend.settings.find_unused_parameters, name=backend.replica.title)
+        except Different as error:
+            raise RanksDisagree(str(error)) from None
 
     def end_of_iteration(self) -> None:
         """Called when an outermost synchronised backward is over: a static graph is known by now."""
         backend = self._backend()
         self._closed = backend is not None and backend.settings.static_graph
+        self._turns.clear()
 
     def _describe(self, event: Event) -> Callable[[], str]:
         def what() -> str:
@@ -140,15 +151,15 @@ class Agreement:
 
         return what
 
-    def _meet_static(self, event: Event) -> tuple[Event, Decision] | None:
-        """For an event that was not there in the first iteration: None if it has nothing to do with what was."""
+    def _refuse_news(self, event: Event) -> None:
+        """Raises for an event that was not there in the first iteration, unless it has nothing to do with what was."""
         backend = self._backend()
         assert backend is not None
         used = set(event.members) - set(event.unused)
         before = [set(old.members) - set(old.unused) for old, _ in self._static.values() if old.kind == event.kind]
         alike = [old for old in before if event.kind == END or old & set(event.members)]
         if event.kind == GRAPH and not alike:
-            return None
+            return
         known: set[int] = set().union(*before)
         gone = sorted(map(backend.replica.name, (alike[-1] if alike else set()) - used))
         come = sorted(map(backend.replica.name, used - known))

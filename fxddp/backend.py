@@ -259,9 +259,8 @@ def backend(
             inside.
         init_sync: check shapes and send rank 0's parameters and buffers when a model first runs with grad enabled.
         forward_sync_buffers: send rank 0's buffers before each forward that changes them and will synchronise.
-        find_unused_parameters: accepted for DistributedDataParallel's sake: parameters without gradient are found from
-            the graph in any case. Ranks that use different parameters in one step raise; averaging over their union is
-            not supported yet.
+        find_unused_parameters: ranks may use different parameters in one step: averaged over their union, zeros
+            standing in; what no rank uses keeps its `.grad`. Parameters that no rank uses need no flag.
         static_graph: raise, naming the parameters, if the set that gets gradients ever changes.
         keep_graphs: keep all graphs for `fxddp.explain`, at the cost of host memory.
 

@@ -13,7 +13,8 @@ autograd drops the callback it will not run.
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,8 @@ class Backward:
         self._local: dict[int, Tensor] = {}
         self._carried: list[Tensor] = []
         self._returned: dict[int, tuple[Tensor, Any]] = {}
+        self._undefined: dict[int, tuple[Tensor, int]] = {}
+        self._stood_in: dict[int, Tensor] = {}
         self._strangers: list[Tensor] = []
         self._explored = False
         _compat.queue_callback(_AtEnd(self))
@@ -187,6 +190,16 @@ class Backward:
         """Keeps a gradient, divided already, for the end of this backward."""
         self._held.setdefault(id(parameter), (parameter, []))[1].append(scaled)
 
+    def stands_in(self, parameter: Tensor) -> None:
+        """Notes that a parameter gets a gradient that only other ranks have: autograd will call no hook for it."""
+        if len(_compat.hooks_after_accumulation(parameter) or ()) > 1:
+            self._stood_in[id(parameter)] = parameter
+
+    def left_out(self, parameter: Tensor) -> None:
+        """Notes that a graph gives a parameter no gradient in this backward."""
+        if parameter.grad is not None:
+            self._undefined[id(parameter)] = (parameter.grad, _compat.data_version(parameter.grad))
+
     def returned(self, parameter: Tensor, reduced: Tensor | None) -> None:
         """Notes that a parameter's gradient goes back through autograd as it is, local or reduced.
 
@@ -230,28 +243,50 @@ class Backward:
             parameter.grad = None
         self._aside[identity] = (parameter, gradient)
 
-    def fill(self, members: Sequence[Tensor], there: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
-        """A bucket of these parameters: what is there, divided already, or else what they accumulated, or zeros."""
+    def fill(
+        self, members: Sequence[Tensor], there: Sequence[Tensor | None], unused: AbstractSet[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """A bucket of these parameters: what is there, divided already, or else what they accumulated, or zeros.
+
+        Args:
+            members: the parameters.
+            there: their gradients, as far as there are any.
+            unused: ids of those that no rank has a gradient of, whose `.grad` is left alone.
+        """
         flat, views = empty_bucket(members)
         for parameter, view, value in zip(members, views, there, strict=True):
             if value is not None:
                 view.copy_(value)
                 continue
-            old = self.take(parameter)
+            old = None if id(parameter) in unused else self.take(parameter)
+            held = self._held.pop(id(parameter), (parameter, []))[1]
             if old is None:
                 view.zero_()
             else:
                 torch.mul(old, self.scale, out=view)
-            for held in self._held.pop(id(parameter), (parameter, []))[1]:
-                view.add_(held)
+            for part in held:
+                view.add_(part)
+                _compat.keep_until_read(part)
+            if old is None and not held:
+                self.stands_in(parameter)
         return flat, views
 
     # --- called by hooks, when autograd accumulated into a watched parameter ----------------------
 
     def accumulated(self, parameter: Tensor, *, now: bool) -> None:
         """Notes that autograd accumulated into a parameter; with `now` it is averaged at once: others look next."""
+        try:
+            self._accumulated(parameter, now=now)
+        except BaseException as error:
+            self.abort(error)
+            raise
+
+    def _accumulated(self, parameter: Tensor, *, now: bool) -> None:
         identity = id(parameter)
         self.explore(self.backend.watch)
+        grad, version = self._undefined.get(identity, (None, 0))
+        if grad is not None and grad is parameter.grad and _compat.data_version(grad) == version:
+            return  # autograd calls hooks for undefined gradients as well
         if identity in self._returned:
             _, storage = self._returned[identity]
             self._returned[identity] = (parameter, None)
@@ -269,11 +304,6 @@ class Backward:
     @torch.no_grad()
     def _average_now(self, parameter: Tensor, group: "Group") -> None:
         self.backend.watch.meet([parameter], group)
-        if self.deferring:
-            raise RanksDisagree(
-                f"{self.backend.watch.name(parameter)} has an accumulation hook, which needs its averaged gradient "
-                "now, but ranks took different paths through this backward, and can only average at its end"
-            )
         number = self.backend.replica.number(parameter)
         event = Event(HOOK, ((number,),), owner=self.backend.replica.owner(group))
         decision = self.backend.agreement.announce(event, group).decision()
@@ -285,7 +315,7 @@ class Backward:
         for bucket in decision.buckets:
             members = [self.backend.replica.tensor(i) for i in bucket]
             there = [grad * self.scale if p is parameter else None for p in members]
-            flat, views = self.fill(members, there)
+            flat, views = self.fill(members, there, self._ids(decision.unused))
             others = [i for i, p in enumerate(members) if p is not parameter and bucket[i] not in decision.unused]
             is_last = bucket is decision.buckets[-1]
             launched = self.launch(flat, members, others, views, is_last=is_last, outside=True)
@@ -330,8 +360,11 @@ class Backward:
         self._lazy.clear()
         for launched in self._launched:
             self.wait(launched)
+        for launched in self._launched:
             self._write(launched)
             launched.views = None
+        for parameter in self._stood_in.values():  # autograd has accumulated nothing here, and called nobody
+            _compat.run_other_accumulation_hooks(parameter)
         for parameter, kept in self._aside.values():
             parameter.grad = kept if parameter.grad is None else parameter.grad.add_(kept)
             backend.watch.keep_pending([parameter])
@@ -384,12 +417,16 @@ class Backward:
             for bucket in decision.buckets
             for members in packs(map(backend.replica.tensor, bucket), backend.settings.cap)
         ]
+        unused = self._ids(decision.unused)
         for members in packed:
-            flat, views = self.fill(members, [None] * len(members))
-            kept = [i for i, p in enumerate(members) if backend.replica.number(p) not in decision.unused]
+            flat, views = self.fill(members, [None] * len(members), unused)
+            kept = [i for i, p in enumerate(members) if id(p) not in unused]
             self.launch(flat, members, kept, views, is_last=members is packed[-1], outside=True)
             self.record.uncovered += tuple(map(backend.watch.name, members))
             self.record.uncovered_bytes += flat.nbytes
+
+    def _ids(self, numbers: Iterable[int]) -> set[int]:
+        return {id(self.backend.replica.tensor(number)) for number in numbers}
 
     def wait(self, launched: Launched) -> None:
         """Waits for a bucket."""
@@ -434,6 +471,7 @@ class Backward:
         self._taken.clear()
         self._aside.clear()
         self._held.clear()
+        self._stood_in.clear()
         self.backend.watch.keep_pending(self._carried)
         group = self.group
         if self.record.sync and group is not None and not isinstance(error, RanksDisagree):

@@ -64,17 +64,17 @@ class Binding:
             self._events.clear()
             self._events_of = call.group
         plan = program.plan
-        key = (id(plan), frozenset(exceptions.dropped), frozenset(exceptions.local))
+        key = (id(plan), *map(frozenset, (exceptions.dropped, exceptions.local, exceptions.reduced)))
         if key not in self._events:
             number, owner = call.backend.replica.number, call.backend.replica.owner(call.group)
             buckets = tuple(tuple(map(number, members)) for members in self.by_bucket(plan, call.parameters))
             inside = [step.collectives for step in program.steps]
             details = inside if any(inside) else None  # the model's own collectives must stay in step with ours
-            unused, hooked = (
+            unused, hooked, waiting = (
                 tuple(sorted(buckets[index][i] for index, i in wheres))
-                for wheres in (exceptions.dropped, exceptions.local)
+                for wheres in (exceptions.dropped, exceptions.local, exceptions.reduced)
             )
-            self._events[key] = (plan, Event(GRAPH, buckets, unused, hooked, owner=owner, details=details))
+            self._events[key] = (plan, Event(GRAPH, buckets, unused, hooked, waiting, details, owner))
         return self._events[key][1]
 
 

@@ -12,6 +12,7 @@ group's store, and a rank that waits longer than `STALL` reads the others' notes
 
 import json
 import struct
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -49,11 +50,12 @@ class Failed(RuntimeError):
 class Announced:
     """A record under way to the other ranks."""
 
-    __slots__ = ("_channel", "_what")
+    __slots__ = ("_channel", "blocks", "what")
 
     def __init__(self, channel: "Channel", what: Callable[[], str]) -> None:
+        self.what = what
+        self.blocks: list[bytes] | None = None
         self._channel = channel
-        self._what = what
 
     def records(self) -> list[Record]:
         """Waits for the records of all ranks.
@@ -61,7 +63,9 @@ class Announced:
         Raises:
             RanksDisagree: a rank is at another step, has launched other collectives, failed, or did not come in time.
         """
-        rows = [_RECORD.unpack(block) for block in self._channel.finish(self._what)]
+        self._channel.complete(self)
+        assert self.blocks is not None
+        rows = [_RECORD.unpack(block) for block in self.blocks]
         if any(row[:2] != rows[0][:2] for row in rows):
             self._channel.refuse_steps(rows)
         return [row[2:] for row in rows]
@@ -83,6 +87,8 @@ class Channel:
         self.timeout: timedelta = _compat.group_timeout(group.process_group)
         self._store = group.store(f"fxddp/{token}")
         self._wire = Wire(self.rank, self.size, group.store(f"fxddp/{token}/wire"), self.timeout)
+        self._lock = threading.RLock()
+        self._open: Announced | None = None
         self._broken = ""
         self._given_up: dict[int, int] = {}
 
@@ -94,11 +100,20 @@ class Channel:
         """
         if self._broken:
             raise RanksDisagree(self._broken)
-        if not self._wire.finished:  # of a backward that was given up; the others count on this rank to pass it on
-            self.finish(what)
-        self.step += 1
-        self._start(_RECORD.pack(self.step, self.launched, *record), what)
-        return Announced(self, what)
+        with self._lock:
+            if self._open is not None:  # of a backward that was given up: the others count on this rank to pass it on
+                self.complete(self._open)
+            self.step += 1
+            self._start(_RECORD.pack(self.step, self.launched, *record), what)
+            self._open = Announced(self, what)
+            return self._open
+
+    def complete(self, announced: Announced) -> None:
+        """Waits for the other ranks' records, unless that was done."""
+        with self._lock:  # autograd has a thread for each device
+            if announced.blocks is None:
+                announced.blocks = self.finish(announced.what)
+                self._open = None
 
     def gather(self, value: Any, what: Callable[[], str]) -> list[Any]:
         """Everybody's `value` (of JSON's types), by rank, after records that differed."""
@@ -153,6 +168,8 @@ class Channel:
 
     def _look(self, what: Callable[[], str]) -> None:
         """Reads what other ranks noted: raises if one of them will not come to where this rank waits."""
+        if not self._store.check(["noted"]):
+            return
         for rank in range(self.size):
             if rank == self.rank or not self._store.check([f"note/{rank}"]):
                 continue
@@ -160,6 +177,11 @@ class Channel:
             here = self._given_up.get(note["step"])
             if note["lost"] or (note["step"] == self.step and here is None):
                 self._break(f"rank {self.rank} was about to {what()}, but rank {rank} {note['text']}")
+            if note["step"] + 1 == self.step and here is None:  # it goes on with the step after
+                raise RanksDisagree(
+                    f"rank {self.rank} was about to {what()}, but rank {rank} {note['text']}. All ranks must skip a "
+                    "step, or none"
+                )
             if here is not None and here != note["launched"]:
                 self._break(
                     f"ranks gave up a backward at different points: rank {rank} {note['text']}, after "
@@ -192,6 +214,10 @@ class Channel:
         self._note(message, lost=True)
         raise RanksDisagree(message) from cause
 
+    def close(self) -> None:
+        """Closes the connections to the other ranks."""
+        self._wire.close()
+
     # --- giving up --------------------------------------------------------------------------------
 
     def give_up(self, reason: str) -> None:
@@ -204,6 +230,7 @@ class Channel:
         note = {"step": self.step, "launched": self.launched, "text": text, "lost": lost}
         with suppress(RuntimeError):  # the store's process may be gone; what matters is the error that brought us here
             self._store.set(f"note/{self.rank}", json.dumps(note))
+            self._store.set("noted", "")
 
     def drain(self, work: Any, patience: timedelta) -> bool:
         """Waits for launched gloo work that nobody will use; False if the others will not come."""

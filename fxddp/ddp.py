@@ -193,8 +193,7 @@ class DistributedDataParallel(Members):
         self._compile: dict[str, Any] | None = {"dynamic": dynamic, "fullgraph": fullgraph} if compile else None
         self.module = module
         self._connect()
-        if init_sync:
-            self._first_contact(send_buffers=init_sync_buffers)
+        self._first_contact(send=init_sync, send_buffers=init_sync and init_sync_buffers)
         if mixed_precision is not None:
             precision.prepare(mixed_precision, module, ignored)
 
@@ -208,13 +207,13 @@ class DistributedDataParallel(Members):
             run = stock.with_own_code(self._run, f"forward_{next(_instances)}_of_{type(self.module).__name__}")
             self._run = torch.compile(run, backend=self.backend, **self._compile)
 
-    def _first_contact(self, *, send_buffers: bool) -> None:
+    def _first_contact(self, *, send: bool, send_buffers: bool) -> None:
         group = self.backend.lookup()
         assert group is not None
         parameters = list(self.backend.shared_parameters().items())
         buffers = list(self.backend.shared_buffers().items())
         replica = self.backend.replica
-        replica.contact([*parameters, *buffers] if send_buffers else parameters, group, send=True)
+        replica.contact([*parameters, *buffers] if send_buffers else parameters, group, send=send)
         replica.contact(buffers, group, send=False)
 
     # --- forward ----------------------------------------------------------------------------------
@@ -314,7 +313,7 @@ class DistributedDataParallel(Members):
         hook = self.__dict__.get("buffer_hook")
         with stock.same_versions(list(buffers.values())):
             if hook is None:
-                self.backend.send_buffers(group)
+                self.backend.send_buffers(buffers, group)
                 return
             for future in hook.buffer_comm_hook(hook.buffer_comm_hook_state, buffers) or ():
                 future.wait()

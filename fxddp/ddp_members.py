@@ -111,6 +111,10 @@ class Members(nn.parallel.DistributedDataParallel):
         self.backend.divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return Shadow(self)
 
+    def leave_join(self) -> None:
+        """Forwards announce nothing to ranks without inputs any more; torch leaves that on."""
+        self._join_config = stock.no_join()
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Has a communication hook run on every bucket; see `Backend.register_comm_hook`."""
         self.backend.register_comm_hook(state, hook)

@@ -46,6 +46,7 @@ class Event:
         buckets: parameters (or buffers) it concerns, in the order they travel.
         unused: those of them that got no gradient here.
         hooked: those whose tensor hooks want to see the local gradient first.
+        waiting: those with accumulation hooks, which want to see the average.
         details: anything else that must be equal, of JSON's types.
         owner: the number of the backend.
     """
@@ -54,6 +55,7 @@ class Event:
     buckets: Layout = ()
     unused: tuple[int, ...] = ()
     hooked: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
     details: Any = None
     owner: int = 0
 
@@ -68,7 +70,7 @@ class Event:
         layout = chain.from_iterable((*bucket, -1) for bucket in self.buckets)
         sets = (self.members, layout, self.unused, self.hooked)
         details = int.from_bytes(
-            hashlib.blake2b(repr((self.details, self.owner)).encode(), digest_size=7).digest(), "big"
+            hashlib.blake2b(repr((self.details, self.owner, self.waiting)).encode(), digest_size=7).digest(), "big"
         )
         return (KINDS.index(self.kind), *map(_digest, sets), details)
 
@@ -79,15 +81,15 @@ class Event:
 
     def to_json(self) -> dict[str, Any]:
         """The event in JSON's types."""
-        fields = ("kind", "buckets", "unused", "hooked", "details", "owner")
+        fields = ("kind", "buckets", "unused", "hooked", "waiting", "details", "owner")
         return {name: getattr(self, name) for name in fields}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Event":
         """The reverse of `to_json`."""
         buckets = tuple(map(tuple, data["buckets"]))
-        sets = (tuple(data["unused"]), tuple(data["hooked"]))
-        return Event(data["kind"], buckets, *sets, data["details"], data["owner"])
+        unused, hooked, waiting = (tuple(data[name]) for name in ("unused", "hooked", "waiting"))
+        return Event(data["kind"], buckets, unused, hooked, waiting, data["details"], data["owner"])
 
 
 def _digest(numbers: Iterable[int]) -> int:
@@ -141,6 +143,11 @@ def decide(events: Sequence[Event], *, find_unused: bool, name: Callable[[int], 
     compare = any(event.kind == END and event.details for event in active.values())
     active = {rank: replace(event, details=None) if event.kind == END else event for rank, event in active.items()}
     first = active[min(active)]
+    if joined and any(event.kind == CONTACT for event in active.values()):
+        raise Different(
+            "parameters are met for the first time while a rank has run out of inputs already: run one step on all "
+            "ranks before join"
+        )
     extra: dict[str, Any] = {"compare": compare}
     if joined:
         going = [event for event in active.values() if event.kind != END]
@@ -152,11 +159,18 @@ def decide(events: Sequence[Event], *, find_unused: bool, name: Callable[[int], 
         hooked = {event.hooked for event in active.values() if event.kind == GRAPH}
         inside = any(event.kind == GRAPH and event.details for event in active.values())
         same = not inside and len({event.members for event in active.values()}) == 1
-        if find_unused and len(hooked) <= 1 and not inside:
+        unhooked = hooked <= {()} or (kinds == {GRAPH} and len(hooked) == 1)
+        if find_unused and unhooked and not inside:
             return _union(active, joined, extra)
         if kinds == {GRAPH} and same and len(hooked) == 1 and len({event.unused for event in active.values()}) == 1:
             return Decision(first.buckets, frozenset(first.unused), again=joined, **extra)
         if kinds <= {GRAPH, END} and GRAPH in kinds and not (kinds == {GRAPH} and same):
+            waiting = next((m for event in active.values() for m in event.waiting), None)
+            if waiting is not None:
+                raise Different(
+                    f"{name(waiting)} has an accumulation hook, which needs its average now, but ranks took different "
+                    f"paths through this backward and can only average at its end. {REMEDY}"
+                )
             late = frozenset(rank for rank, event in active.items() if event.kind == END)
             return Decision(defer=True, again=late | joined, **extra)
     raise Different(_difference(active, name))

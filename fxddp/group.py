@@ -13,12 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _compat
-from .channel import Channel
+from .channel import Channel, Record
+from .decision import Decision
 
 if TYPE_CHECKING:
     from .backend import Backend
 
 DRAIN = timedelta(seconds=30)
+
+KEPT = 1_000_000
+"""Parameters in the joint decisions that are remembered; routed models may make many."""
 
 
 class Group:
@@ -28,6 +32,7 @@ class Group:
         numbers: gives backends, parameters and buffers the numbers by which ranks speak of them, in the order they
             were met.
         owners: the backends by number.
+        joint: what was decided where ranks were at different steps, by the records of all; the same on all ranks.
         shadowed: (backend, kind, details) of what a rank without inputs has answered for models whose turn is to come.
     """
 
@@ -38,6 +43,8 @@ class Group:
         self.scale = 1.0 / self.size
         self.numbers = itertools.count(1)
         self.owners: dict[int, weakref.ref[Backend]] = {}
+        self.joint: dict[tuple[Record, ...], Decision] = {}
+        self._joint_size = 0
         self.shadowed: list[tuple[int, str, Any]] = []
         self._channel: Channel | None = None
         self._sum = dist.AllreduceOptions()
@@ -52,6 +59,19 @@ class Group:
     def backend_name(self) -> str:
         """Such as "gloo" or "nccl"."""
         return dist.get_backend(self.process_group)
+
+    def owner(self, number: int) -> "Backend | None":
+        """The backend with a number."""
+        reference = self.owners.get(number)
+        return None if reference is None else reference()
+
+    def remember(self, records: tuple[Record, ...], decision: Decision) -> None:
+        """Keeps a joint decision; all ranks make the same ones, and forget them at the same time."""
+        self._joint_size += sum(map(len, decision.buckets)) + len(records)
+        if self._joint_size > KEPT:
+            self.joint.clear()
+            self._joint_size = 0
+        self.joint[records] = decision
 
     @property
     def channel(self) -> Channel:
@@ -99,6 +119,11 @@ class Group:
         """Tells the other ranks that this one launches nothing more of what was announced."""
         if self._channel is not None:
             self._channel.give_up(reason)
+
+    def close(self) -> None:
+        """Closes the side channel of a group that was destroyed."""
+        if self._channel is not None:
+            self._channel.close()
 
     def drain(self, work: Any) -> bool:
         """Waits for launched work that nobody will use, for a while at most; False if it failed.
@@ -150,7 +175,9 @@ _groups: list[Group] = []
 
 def _shared(process_group: dist.ProcessGroup) -> Group:
     """The one `Group` of a process group: all backends on it share its side channel."""
-    _groups[:] = [group for group in _groups if _compat.group_exists(group.process_group)]
+    for group in [group for group in _groups if not _compat.group_exists(group.process_group)]:
+        group.close()
+        _groups.remove(group)
     for group in _groups:
         if group.process_group is process_group:
             return group

@@ -40,9 +40,11 @@ class Shadow(JoinHook):
         """Sends the parameters and buffers of a rank that ran out last to all others."""
         backend = self._model.backend
         backend.joining = False
+        self._model.leave_join()
         group = backend.lookup()
         if group is None or group.size == 1:
             return
+        group.shadowed.clear()
         last = group.channel.gather(is_last_joiner, lambda: "find out who ran out of inputs last")
         root = max(rank for rank, is_last in enumerate(last) if is_last)
         tensors = [tensor for _, tensor in self._model.shared_tensors()]
@@ -78,6 +80,8 @@ def shadow_iteration(backend: "Backend", group: "Group") -> None:
                 "given to Join"
             )
         _shadow(owner, group, decision, step)
+        if decision.compare:
+            owner.replica.compare_unmet(group)
         if step.kind in (FORWARD, END):
             seen.append((step.owner, step.kind, step.details))
     group.shadowed = [entry for entry in seen if entry[0] != own]

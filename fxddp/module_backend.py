@@ -5,7 +5,7 @@ that; for what runs eagerly, the nodes of the forward's outputs do. They run fir
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
@@ -73,13 +73,12 @@ class ModuleBackend(Backend):
         """Whether forwards here and now are under `no_sync`."""
         return bool(self._local_scopes)
 
-    def send_buffers(self, group: Group) -> None:
+    def send_buffers(self, buffers: Mapping[str, Tensor], group: Group) -> None:
         """Overwrites all shared buffers with those of the first rank that has inputs. A collective.
 
         Raises:
             RanksDisagree: the other ranks are at another step.
         """
-        buffers = self.shared_buffers()
         if not buffers or group.size == 1:
             return
         key = (owner := self.replica.owner(group), *buffers)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from . import _compat
 from .agreement import Proposal
-from .channel import RanksDisagree
 from .decision import Decision
 from .executor import Exceptions, bucket_views, run_pieces, scale_tensors
 from .packing import Assembly
@@ -116,13 +115,6 @@ class Reduction(NodeRun):
         exceptions, number = self.exceptions, self.backward.backend.replica.number
         if decision.defer:
             self.backward.deferring = True
-            if exceptions.reduced:
-                index, i = min(exceptions.reduced)
-                name = self.backward.backend.watch.name(self.by_bucket[index][i])
-                raise RanksDisagree(
-                    f"{name} has an accumulation hook, which needs its averaged gradient now, but ranks took different "
-                    "paths through this backward, and can only average at its end"
-                )
             return
         assert self._proposal is not None
         if exceptions.dropped:
@@ -132,6 +124,8 @@ class Reduction(NodeRun):
                 if self.by_bucket[index][i].requires_grad and number(self.by_bucket[index][i]) not in decision.unused
             }
             self.exceptions = replace(exceptions, dropped=exceptions.dropped - elsewhere, zeros=elsewhere)
+            for index, i in self.exceptions.dropped:
+                self.backward.left_out(self.by_bucket[index][i])
         if decision.buckets != self._proposal.event.buckets:
             members = [[self.backward.backend.replica.tensor(n) for n in bucket] for bucket in decision.buckets]
             unused = {id(self.backward.backend.replica.tensor(n)) for n in decision.unused}
@@ -149,6 +143,7 @@ class Reduction(NodeRun):
                     self.handed[where] = view / self.backward.scale
                 elif where in exceptions.zeros:
                     view.zero_()
+                    self.backward.stands_in(parameter)
                 elif decision.defer and where not in exceptions.skipped:
                     self.backward.hold(parameter, view)
         if decision.defer:
@@ -192,7 +187,8 @@ class Reduction(NodeRun):
     ) -> None:
         """Copies gradients into the buckets all ranks agreed on and launches those that are full: in their order."""
         for wanted, found in assembly.add(members, zip(wheres, views, strict=True)):
-            flat, places = self.backward.fill(wanted, [None if local is None else local[1] for local in found])
+            there = [None if local is None else local[1] for local in found]
+            flat, places = self.backward.fill(wanted, there, assembly.unused)
             missing = [UNUSED if id(parameter) in assembly.unused else ELSEWHERE for parameter in wanted]
             whose = [where if local is None else local[0] for local, where in zip(found, missing, strict=True)]
             self._launch(flat, whose, wanted, places, is_last=assembly.finished)

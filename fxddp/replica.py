@@ -18,6 +18,7 @@ from .channel import RanksDisagree
 from .compiler import source_digest
 from .config import MIB
 from .decision import BUFFERS, CONTACT, Event
+from .packing import packs
 from .passes.layout import contiguous_strides, gradient_strides
 
 if TYPE_CHECKING:
@@ -203,12 +204,13 @@ class Replica:
     @torch.no_grad()
     def _send(self, tensors: list[tuple[str, Tensor]], group: "Group", used: set[int]) -> list[str]:
         late = []
-        for pack in _packs(tensors):
-            for (name, tensor), value in zip(pack, broadcast_values([t for _, t in pack], group), strict=True):
+        names = {id(tensor): name for name, tensor in tensors}
+        for pack in packs((tensor for _, tensor in tensors), PACK_BYTES):
+            for tensor, value in zip(pack, broadcast_values(pack, group), strict=True):
                 if group.rank == 0 or torch.equal(tensor, value):
                     continue
                 if id(tensor) in used:
-                    late.append(name)
+                    late.append(names[id(tensor)])
                 else:
                     tensor.copy_(value)
         return late
@@ -240,21 +242,6 @@ def broadcast_values(tensors: Sequence[Tensor], group: "Group", root: int = 0) -
         )
         group.broadcast(wire, root)
     return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
-
-
-def _packs(tensors: list[tuple[str, Tensor]]) -> Iterable[list[tuple[str, Tensor]]]:
-    pack: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if pack and (
-            (pack[0][1].dtype, pack[0][1].device) != (tensor.dtype, tensor.device) or size + tensor.nbytes > PACK_BYTES
-        ):
-            yield pack
-            pack, size = [], 0
-        pack.append((name, tensor))
-        size += tensor.nbytes
-    if pack:
-        yield pack
 
 
 EQUAL_STARTS = (

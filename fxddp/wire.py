@@ -15,6 +15,7 @@ import selectors
 import socket
 import struct
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,9 @@ import torch.distributed as dist
 from . import _compat
 
 _LENGTH = struct.Struct("!I")
+
+GREETING = 5.0
+"""Seconds that whoever connected has to say which rank it is."""
 
 
 class PeerGone(ConnectionError):
@@ -41,6 +45,7 @@ class _Peer:
         self.connection = connection
         self.outgoing = bytearray()
         self.incoming = bytearray()
+        self.gone = ""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -56,7 +61,8 @@ class _Peer:
         except BlockingIOError:
             pass
         except OSError as error:
-            raise PeerGone(self.rank, str(error)) from error
+            self.outgoing.clear()
+            self.gone = str(error)
 
     def fill(self) -> None:
         """Takes what has arrived."""
@@ -66,15 +72,21 @@ class _Peer:
         except BlockingIOError:
             return
         except OSError as error:
-            raise PeerGone(self.rank, str(error)) from error
-        raise PeerGone(self.rank, "closed")
+            self.gone = str(error)
+        else:
+            self.gone = "it closed the connection"
 
     def message(self) -> bytes | None:
-        """The next whole message, if there is one."""
-        if len(self.incoming) < _LENGTH.size:
-            return None
-        end = _LENGTH.size + _LENGTH.unpack_from(self.incoming)[0]
-        if len(self.incoming) < end:
+        """The next whole message, if there is one.
+
+        Raises:
+            PeerGone: there is none, and none will come.
+        """
+        whole = len(self.incoming) >= _LENGTH.size
+        end = _LENGTH.size + _LENGTH.unpack_from(self.incoming)[0] if whole else 0
+        if not whole or len(self.incoming) < end:
+            if self.gone:
+                raise PeerGone(self.rank, self.gone)
             return None
         message = bytes(self.incoming[_LENGTH.size : end])
         del self.incoming[:end]
@@ -136,6 +148,10 @@ class Wire:
             self._round += 1
             if not self.finished:
                 self._send()
+        while any(peer.outgoing for peer in self._peers.values()):  # whoever waits for it must not wait for us
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._wait(left):
+                return None
         return [self._blocks[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def close(self) -> None:
@@ -152,6 +168,10 @@ class Wire:
     def _wait(self, seconds: float) -> bool:
         """Waits for something to arrive, or to leave; False if nothing did."""
         for peer in self._peers.values():
+            if peer.gone:
+                if peer.connection in self._selector.get_map():
+                    self._selector.unregister(peer.connection)
+                continue
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outgoing else 0)
             if self._selector.get_key(peer.connection).events != events:
                 self._selector.modify(peer.connection, events, peer)
@@ -185,10 +205,9 @@ class Wire:
                         f"ranks {missing} did not connect to rank {self.rank} at {address[0]}:{address[1]} within "
                         f"{timeout.total_seconds():g} s: {_ADVICE}"
                     ) from None
-                connection.settimeout(timeout.total_seconds())
-                known, peer = _receive(connection, 16), _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]
-                if known == secret.encode() and peer in peers:
-                    self._peers[peer] = _Peer(peer, connection)
+                rank = _greeting(connection, secret)
+                if rank in peers:
+                    self._peers[rank] = _Peer(rank, connection)
                 else:
                     connection.close()
         for other in self._peers.values():
@@ -222,14 +241,20 @@ def _unpack(message: bytes) -> list[bytes]:
     return blocks
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _greeting(connection: socket.socket, secret: str) -> int:
+    """The rank that connected; -1 for a stranger."""
     received = b""
-    while len(received) < size:
-        part = connection.recv(size - len(received))
-        if not part:
-            raise RuntimeError("a rank closed its connection while the ranks met")
-        received += part
-    return received
+    connection.settimeout(GREETING)
+    try:
+        while len(received) < len(secret) + _LENGTH.size:
+            part = connection.recv(len(secret) + _LENGTH.size - len(received))
+            if not part:
+                return -1
+            received += part
+    except OSError:
+        return -1
+    known, rank = received[: len(secret)], received[len(secret) :]
+    return int(_LENGTH.unpack(rank)[0]) if known == secret.encode() else -1
 
 
 def _own_address(store: dist.Store) -> str:
@@ -239,11 +264,14 @@ def _own_address(store: dist.Store) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             request = struct.pack("256s", interface[:15].encode())
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
-    host = _compat.store_host(store)
-    try:
-        return _facing(host or socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+    host = _compat.store_host(store) or socket.gethostname()
+    with suppress(OSError):
+        found = _facing(host)
+        if not found.startswith("127.") or host == "localhost" or host.startswith("127."):
+            return found
+    with suppress(OSError):  # a host name that leads to loopback, as Debian's do; others reach us by the default route
+        return _facing("192.0.2.1")
+    return "127.0.0.1"
 
 
 def _facing(host: str) -> str:

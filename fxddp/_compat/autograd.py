@@ -135,3 +135,14 @@ def creates_graph() -> bool:
 def in_backward() -> bool:
     """Whether this thread runs a backward, as when a checkpoint computes again."""
     return task_id() >= 0
+
+
+def run_other_accumulation_hooks(parameter: Tensor) -> None:
+    """Calls the post-accumulate-grad hooks of a parameter, but for the first, which is ours."""
+    for hook in list(parameter._post_accumulate_grad_hooks.values())[1:]:
+        hook(parameter)
+
+
+def data_version(tensor: Tensor) -> int:
+    """Changes when a tensor is written to."""
+    return tensor._version

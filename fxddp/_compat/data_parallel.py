@@ -88,3 +88,10 @@ def builtin_hook(kind: Any) -> Callable[..., Any]:
     if kind == dist.BuiltinCommHookType.FP16_COMPRESS:
         return default_hooks.fp16_compress_hook
     return default_hooks.allreduce_hook
+
+
+def no_join() -> Any:
+    """What a joinable's configuration is outside of `Join`."""
+    from torch.distributed.algorithms.join import _JoinConfig
+
+    return _JoinConfig.construct_disabled_join_config()
