@@ -163,7 +163,8 @@ class Agreement:
         known: set[int] = set().union(*before)
         gone = sorted(map(backend.replica.name, (alike[-1] if alike else set()) - used))
         come = sorted(map(backend.replica.name, used - known))
+        regrouped = "" if come else ", or other graphs give them, as after another graph break or recompile"
         raise RuntimeError(
-            f"static_graph=True, but the parameters that get gradients changed: came {come}, went {gone}. Keep the set "
-            "the same in every iteration, or leave static_graph at False"
+            f"static_graph=True, but the parameters that get gradients changed: came {come}, went {gone}{regrouped}. "
+            "Keep set and graphs the same in every iteration, or leave static_graph at False"
         )

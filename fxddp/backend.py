@@ -14,7 +14,7 @@ from .agreement import Agreement
 from .backward import Backward
 from .by_name import by_name
 from .call import Binding
-from .comm_hook import CommHook
+from .comm_hook import CommHook, hook_of
 from .compiled import backend_of, listen, no_sync
 from .compiler import Compilation
 from .config import MIB, Settings, make_settings, split_options
@@ -60,6 +60,8 @@ class Backend:
         self._running: dict[int, Backward] = {}
         self._lock = threading.Lock()
         self._local_scopes: list[frozenset[int] | None] = []
+        if settings.comm_hook is not None:
+            self.register_comm_hook(None, hook_of(settings.comm_hook))
 
     def __repr__(self) -> str:
         settings = self.settings
@@ -243,6 +245,7 @@ def backend(
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     keep_graphs: bool = False,
+    comm_hook: str | Callable[..., Any] | None = None,
 ) -> Backend:
     """Makes a backend for `torch.compile` that trains data-parallel.
 
@@ -263,6 +266,8 @@ def backend(
             standing in; what no rank uses keeps its `.grad`. Parameters that no rank uses need no flag.
         static_graph: raise, naming the parameters, if the set that gets gradients ever changes.
         keep_graphs: keep all graphs for `fxddp.explain`, at the cost of host memory.
+        comm_hook: what runs on every bucket in place of the averaging all-reduce: "fp16" or "bf16" (half the bytes), or
+            a hook of DistributedDataParallel's that needs no state; see `Backend.register_comm_hook`.
 
     Raises:
         ValueError: an argument is not allowed; names argument, value and what is allowed.
@@ -281,5 +286,6 @@ def backend(
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             keep_graphs=keep_graphs,
+            comm_hook=comm_hook,
         )
     )

@@ -15,6 +15,7 @@ autograd drops the callback it will not run.
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -474,6 +475,10 @@ class Backward:
         self._stood_in.clear()
         self.backend.watch.keep_pending(self._carried)
         group = self.group
+        if group is None and self._local and self._synchronises(self._local.keys()):
+            with suppress(RuntimeError):
+                group = self.backend.lookup()
+            self.record.sync = True
         if self.record.sync and group is not None and not isinstance(error, RanksDisagree):
             group.give_up(f"{type(error).__name__}: {error}" if error else "an exception outside of fxddp")
             for launched in self._launched:
@@ -490,6 +495,7 @@ class _AtEnd:
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
     def __call__(self) -> None:
         self._backward.finish()
 

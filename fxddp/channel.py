@@ -178,10 +178,7 @@ class Channel:
             if note["lost"] or (note["step"] == self.step and here is None):
                 self._break(f"rank {self.rank} was about to {what()}, but rank {rank} {note['text']}")
             if note["step"] + 1 == self.step and here is None:  # it goes on with the step after
-                raise RanksDisagree(
-                    f"rank {self.rank} was about to {what()}, but rank {rank} {note['text']}. All ranks must skip a "
-                    "step, or none"
-                )
+                self._break(f"rank {self.rank} was about to {what()}, but rank {rank} {note['text']}")
             if here is not None and here != note["launched"]:
                 self._break(
                     f"ranks gave up a backward at different points: rank {rank} {note['text']}, after "
@@ -245,17 +242,12 @@ class Channel:
         return False
 
     def refuse_steps(self, rows: Sequence[Sequence[int]]) -> None:
-        """Raises for records of ranks that are at different steps, and has them go on from the same one."""
-        ahead = max(row[0] for row in rows)
-        self.step = ahead
+        """Raises for records of ranks that are at different steps."""
         where = "; ".join(f"rank {rank}: step {row[0]}, {row[1]} collectives" for rank, row in enumerate(rows))
-        message = (
+        self._break(
             f"ranks are at different steps ({where}): a backward was given up, or ran, on some ranks only. All ranks "
             "must skip a step, or none"
         )
-        if any(row[1] != rows[0][1] for row in rows):
-            self._break(message)
-        raise RanksDisagree(message)
 
 
 def _arrived(work: Any, seconds: float) -> bool:

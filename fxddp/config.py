@@ -11,6 +11,7 @@ from . import _compat
 
 MIB = 1 << 20
 INNER_COMPILERS = ("inductor", "aot_eager")
+COMM_HOOKS = ("fp16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Settings:
     find_unused_parameters: bool
     static_graph: bool
     keep_graphs: bool
+    comm_hook: str | Callable[..., Any] | None = None
     caps: tuple[int, ...] = ()
     run_backward: bool = True
 
@@ -51,6 +53,7 @@ def make_settings(
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     keep_graphs: bool = False,
+    comm_hook: str | Callable[..., Any] | None = None,
     bucket_mb_list: Sequence[float] = (),
 ) -> Settings:
     """Checks the arguments of `fxddp.backend`; each error names argument, value and what is allowed.
@@ -78,7 +81,10 @@ def make_settings(
             f"default "
             f"group, got {process_group!r}"
         )
+    if comm_hook is not None and not callable(comm_hook) and comm_hook not in COMM_HOOKS:
+        raise ValueError(f"comm_hook must be one of {COMM_HOOKS}, a hook (state, bucket), or None, got {comm_hook!r}")
     return Settings(
+        comm_hook=comm_hook,
         cap=_bytes("bucket_mb", bucket_mb),
         first_cap=_bytes("first_bucket_mb", first_bucket_mb),
         process_group=process_group,

@@ -89,6 +89,7 @@ class DistributedDataParallel(Members):
         mode: one of `torch.compile`'s modes.
         split: cut the backward at the buckets.
         keep_graphs: keep all graphs for looking at them.
+        comm_hook: as `fxddp.backend`'s.
         dynamic: as in `torch.compile`.
         fullgraph: as in `torch.compile`.
 
@@ -128,6 +129,7 @@ class DistributedDataParallel(Members):
         mode: str | None = None,
         split: bool = True,
         keep_graphs: bool = False,
+        comm_hook: str | Callable[..., Any] | None = None,
         dynamic: bool | None = None,
         fullgraph: bool = False,
     ) -> None:
@@ -188,6 +190,7 @@ class DistributedDataParallel(Members):
             find_unused_parameters=(find_unused_parameters or static_graph) and not skip_all_reduce_unused_params,
             static_graph=static_graph,
             keep_graphs=keep_graphs,
+            comm_hook=comm_hook,
             bucket_mb_list=caps[1:],
         )
         self._compile: dict[str, Any] | None = {"dynamic": dynamic, "fullgraph": fullgraph} if compile else None
@@ -226,6 +229,7 @@ class DistributedDataParallel(Members):
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"), self._clock:
             checked.no_stock_around()
             trains = torch.is_grad_enabled()
+            self.backend.keep_up()
             sync = self._synchronises
             if self._join_config.enable:
                 self._tell_joined(sync=sync and trains)

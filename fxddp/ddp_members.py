@@ -111,6 +111,11 @@ class Members(nn.parallel.DistributedDataParallel):
         self.backend.divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return Shadow(self)
 
+    @property
+    def joins_first(self) -> bool:
+        """Whether `Join` was given this model before others: its forwards tell how many ranks have inputs."""
+        return bool(self._join_config.is_first_joinable)
+
     def leave_join(self) -> None:
         """Forwards announce nothing to ranks without inputs any more; torch leaves that on."""
         self._join_config = stock.no_join()

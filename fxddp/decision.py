@@ -199,13 +199,16 @@ REMEDY = (
 )
 
 
+EVALUATES = "One trains while another evaluates: call train() and eval() on all ranks alike"
+
+
 def _difference(active: dict[int, Event], name: Callable[[int], str]) -> str:
     rank, first = next(iter(active.items()))
     other, event = next((other, event) for other, event in active.items() if event != first)
     if event.kind != first.kind:
         return (
             f"rank {rank} is at {_where(first, name)} while rank {other} is at {_where(event, name)}: they took "
-            f"different paths through the model. {REMEDY}"
+            f"different paths through the model. {EVALUATES if BUFFERS in (first.kind, event.kind) else REMEDY}"
         )
     parts = []
     for one, mine, theirs in ((rank, first, event), (other, event, first)):

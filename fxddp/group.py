@@ -33,6 +33,7 @@ class Group:
             were met.
         owners: the backends by number.
         joint: what was decided where ranks were at different steps, by the records of all; the same on all ranks.
+        notices: the backend of `Join`'s first model, and how many of its next forwards' notices were answered.
         shadowed: (backend, kind, details) of what a rank without inputs has answered for models whose turn is to come.
     """
 
@@ -45,6 +46,7 @@ class Group:
         self.owners: dict[int, weakref.ref[Backend]] = {}
         self.joint: dict[tuple[Record, ...], Decision] = {}
         self._joint_size = 0
+        self.notices = (0, 0)
         self.shadowed: list[tuple[int, str, Any]] = []
         self._channel: Channel | None = None
         self._sum = dist.AllreduceOptions()
@@ -85,9 +87,10 @@ class Group:
         if self.size > 1:
             self.channel.launched += collectives
 
-    def all_reduce(self, tensor: Tensor) -> Any:
+    def all_reduce(self, tensor: Tensor, *, counts: bool = True) -> Any:
         """Starts summing `tensor` over the ranks, in place; returns the work to wait for."""
-        self.count()
+        if counts:
+            self.count()
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         return self.process_group.allreduce([tensor], self._sum)
@@ -157,6 +160,12 @@ class GroupLookup:
         if wanted is None:
             wanted = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
             if wanted is None:
+                if self._last is not None and self._last.size > 1:
+                    raise RuntimeError(
+                        f"the default process group of {self._last.size} ranks, over which this backend averaged, was "
+                        "destroyed: gradients would stay local. Train before destroy_process_group, or make a new "
+                        "group first"
+                    )
                 self._last = None
                 _refuse_forgotten_group()
                 return None

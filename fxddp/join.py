@@ -32,9 +32,12 @@ class Shadow(JoinHook):
         """Shadows one iteration of the other ranks: a forward, and the backward if it synchronises."""
         backend = self._model.backend
         group = backend.lookup()
-        if group is not None and group.size > 1:
-            backend.joining = True
-            shadow_iteration(backend, group)
+        if group is None or group.size == 1:
+            return
+        backend.joining = True
+        if self._model.joins_first:
+            group.notices = (backend.replica.owner(group), 1)  # `Join` has answered that of one forward
+        shadow_iteration(backend, group)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Sends the parameters and buffers of a rank that ran out last to all others."""
@@ -79,12 +82,25 @@ def shadow_iteration(backend: "Backend", group: "Group") -> None:
                 f"a rank without inputs cannot take part in {step.kind}: the model that is at it is none of those "
                 "given to Join"
             )
+        if step.kind == FORWARD:
+            _answer_notice(step.owner, group)
         _shadow(owner, group, decision, step)
         if decision.compare:
             owner.replica.compare_unmet(group)
         if step.kind in (FORWARD, END):
             seen.append((step.owner, step.kind, step.details))
     group.shadowed = [entry for entry in seen if entry[0] != own]
+
+
+def _answer_notice(owner: int, group: "Group") -> None:
+    """Takes part in the all-reduce by which each forward of `Join`'s first model tells how many ranks have inputs."""
+    first, answered = group.notices
+    if owner != first:
+        return
+    if answered:
+        group.notices = (first, answered - 1)
+    else:
+        group.wait(group.all_reduce(torch.zeros(1), counts=False), lambda: "answer a forward of a rank with inputs")
 
 
 def _is_over(seen: list[Any], own: int) -> bool:

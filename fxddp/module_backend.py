@@ -20,7 +20,7 @@ from .decision import BUFFERS, Event
 from .group import Group
 from .modules import Modules
 from .replica import send_buffers
-from .uncovered import Watch
+from .uncovered import Watch, parameters_registered
 
 if TYPE_CHECKING:
     from .backward import Backward
@@ -40,8 +40,15 @@ class ModuleBackend(Backend):
         self._buffer_events: dict[Any, Event] = {}
         self.watch = _Watch(self)
         self.modules = Modules(self.watch)
-        with torch.enable_grad():  # what is wrapped is going to be trained
-            self.adopt(module)
+        self._registered = -1
+        self.keep_up()  # what is wrapped is going to be trained
+
+    def keep_up(self) -> None:
+        """Watches parameters that took the place of others since the last forward."""
+        if self._registered != parameters_registered():
+            self._registered = parameters_registered()
+            with torch.enable_grad():
+                self.adopt(self._living())
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
         """The module's parameters by name, without those to leave alone."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
@@ -99,6 +100,7 @@ class Watch:
         _compat.put_first(_compat.hooks_after_accumulation(parameter), handle.id)
         _owners[identity] = (weakref.ref(self), handle)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
     def accumulated(self, parameter: Tensor) -> None:
         """Called after autograd's accumulation into a watched parameter, whether or not there was a gradient."""
         if parameter.grad is None:
@@ -149,8 +151,11 @@ class Watch:
             return
         backend = self._backend()
         assert backend is not None
-        named = _in_common_order((self.name(p), p) for p in parameters)
-        backend.replica.contact(named, group, send=backend.settings.init_sync, used=map(id, parameters))
+        here = {id(p): self.name(p) for p in parameters}
+        known = backend.known_tensors(owners_of=here)  # as a rank does that meets them in a graph
+        used = here.keys() | {id(tensor) for _, tensor in known if not tensor.requires_grad}
+        named = [*known, *_in_common_order((here[id(p)], p) for p in parameters)]
+        backend.replica.contact(named, group, send=backend.settings.init_sync, used=used)
 
 
 class _Hook:

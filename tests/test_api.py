@@ -360,7 +360,6 @@ def train_and_forget(rank: int, world: int, inner: str) -> None:
         "bindings": len(backend.sites[0]._bindings._known),
         "modules": len(backend.modules),
         "tensors met": len(backend.replica._met),
-        "decisions": len(backend.agreement._joint),
     }
     expect(max(sizes.values()) <= 1, f"what was noted of dead models stays: {sizes}")
 

@@ -624,8 +624,7 @@ def refused(rank: int, world: int) -> None:
         ("bucket_mb must be a positive", lambda: wrapped(Mlp(), bucket_cap_mb=0)),
         ("bucket_cap_mb_list", lambda: wrapped(Mlp(), bucket_cap_mb_list=[1, 2])),
         ("inner must be one of", lambda: wrapped(Mlp(), inner="tvm")),
-        ("register_comm_hook", lambda: wrapped(Mlp()).register_comm_hook(None, error_of)),
-        ("_register_builtin_comm_hook", lambda: wrapped(Mlp())._register_builtin_comm_hook(None)),
+        ("comm_hook must be one of", lambda: wrapped(Mlp(), comm_hook="int4")),
         ("_register_fused_optim", lambda: wrapped(Mlp())._register_fused_optim(torch.optim.SGD, lr=0.1)),
         ("greater than 1", lambda: wrapped(Mlp())._set_ddp_runtime_logging_sample_rate(0)),
     ]
@@ -825,3 +824,50 @@ def logged(rank: int, world: int, compiles: bool) -> None:
 @pytest.mark.parametrize("compiles", [True, False])
 def test_logging_data(pool: Pool, compiles: bool):
     pool.run(logged, compiles)
+
+
+def replaced(rank: int, world: int, compiles: bool) -> None:
+    """All parameters are others than those that were wrapped, as after `load_state_dict(assign=True)`."""
+    module = seeded(0, Mlp)
+    model = wrapped(module, compile=compiles)
+    loss_of(model, 0).backward()
+    for i in range(1, 3):
+        module.load_state_dict({n: v.clone() for n, v in module.state_dict().items()}, assign=True)
+        module.zero_grad()
+        loss_of(model, i).backward()
+        expect_equal(gradients(module), average(local(module, i)), f"step {i}", tol=1e-6)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_parameters_that_took_the_place_of_others(pool: Pool, compiles: bool):
+    pool.run(replaced, compiles)
+
+
+def given_up(rank: int, world: int) -> str:
+    """Eager code raises in the backward of one rank, which goes on: the next steps are not those of the other."""
+    module = seeded(0, Mlp)
+    model = wrapped(module, compile=False)
+    loss_of(model, 0).backward()
+    fuse = [rank == 1]
+
+    def burn(_: Any) -> None:
+        if fuse.pop():
+            raise ValueError("on one rank")
+        fuse.append(False)
+
+    module.middle.weight.register_hook(burn)
+    messages = []
+    for i in range(3):
+        try:
+            loss_of(model, i).backward()
+        except (RuntimeError, ValueError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+            fuse.append(False)
+    return " | ".join(messages)
+
+
+def test_an_eager_backward_given_up_on_one_rank(pool: Pool):
+    first, second = pool.run(given_up, discard=True)
+    for message in (first, second.removeprefix("ValueError: on one rank | ")):
+        assert message.startswith("RanksDisagree"), message
+        assert "gave up" in message or "different steps" in message

@@ -278,3 +278,104 @@ def hooks_on_one_rank(rank: int, world: int) -> str:
 def test_tensor_hooks_on_one_rank_only(pool: Pool):
     for message in pool.run(hooks_on_one_rank):
         assert "tensor hooks sit on nothing on rank 0 and on second.weight (12, 16) on rank 1" in message
+
+
+# ---- stand-ins leave alone what is not theirs ------------------------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    """Two heads in one graph; or only one of them, by eager code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, eagerly: str = "") -> tuple[Tensor | None, Tensor | None]:
+        if eagerly:
+            return (self.by_hand(x, self.left), None) if eagerly == "left" else (None, self.by_hand(x, self.right))
+        return self.left(x), self.right(x)
+
+    @torch._dynamo.disable
+    def by_hand(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        return layer(x)  # type: ignore[no-any-return]
+
+
+def used_heads(model: Any, i: int, eagerly: str, used: str) -> Tensor:
+    left, right = model(data(i, 6, 8), eagerly)
+    heads = [head for name, head in (("left", left), ("right", right)) if head is not None and name in used]
+    return sum((square(head) for head in heads), torch.zeros(()))
+
+
+def stand_in(rank: int, world: int, hooked: bool) -> None:
+    """Ranks at a graph and at the end of a backward, with a head that only one of them uses, or nobody."""
+    module = seeded(0, TwoHeads)
+    if hooked:
+        module.right.weight.register_hook(lambda gradient: None if gradient is None else gradient * 2)
+    model, _ = compiled(module, find_unused_parameters=True)
+    steps = [
+        (("", "right"), ("left", "right")),  # dropped in a graph, and computed by eager code of the other rank
+        (("", "left"), ("left", "left")),  # used by nobody: .grad, if there is one, stays
+        (("", "left"), ("left right", "left")),
+        (("", "right"), ("left right", "right")),
+    ]
+    for i, (eagerly, used) in enumerate(steps):
+        for kept in (False, True):
+            module.zero_grad()
+            before: Gradients = dict.fromkeys(gradients(module))
+            if kept:  # .grad of an earlier step, which all ranks have
+                used_heads(model, 9, "", "left right").backward()
+                before = gradients(module)
+            new = local_gradients(module, partial(used_heads, i=i, eagerly=eagerly[rank], used=used[rank]))
+            if hooked and new["right.weight"] is not None:  # a copy has no hooks
+                new["right.weight"] *= 2
+            expected = union_average(new, module)
+            used_heads(model, i, eagerly[rank], used[rank]).backward()
+            expect_equal(gradients(module), total(before, expected), f"step {i}, {kept=}, {hooked=}", tol=1e-5)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_stand_ins(pool: Pool, hooked: bool):
+    pool.run(stand_in, hooked)
+
+
+def optimizer_in_backward(rank: int, world: int) -> None:
+    """A hook that updates a parameter runs on every rank that gets its average, with or without a part in it."""
+    module = seeded(0, Experts)
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    model, _ = compiled(module, find_unused_parameters=True)
+    for i in range(4):
+        expert(model, (rank + i) % 3, i).backward()
+        expect(all(p.grad is None for p in module.parameters()), f"step {i}: a gradient was left")
+    for name, parameter in module.named_parameters():
+        everyone = [torch.empty_like(parameter) for _ in range(world)]
+        dist.all_gather(everyone, parameter.detach())
+        expect(all(torch.equal(one, everyone[0]) for one in everyone), f"{name} differs between ranks")
+
+
+@torch.no_grad()
+def update(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.sub_(parameter.grad)
+        parameter.grad = None
+
+
+def test_an_optimizer_in_backward_runs_on_every_rank(pool: Pool):
+    pool.run(optimizer_in_backward)
+
+
+def static_ways(rank: int, world: int) -> None:
+    """Ranks that break their graphs elsewhere, alike in every step: what the first one decided is repeated."""
+    module = seeded(0, Breaking)
+    model, backend = compiled(module, static_graph=True, find_unused_parameters=True)
+    how = ("whole", "break")[rank]
+    for i in range(4):
+        module.zero_grad()
+        new = local_gradients(module, partial(breaking, i=i, how=how))
+        breaking(model, i, how).backward()
+        expect_equal(gradients(module), union_average(new, module), f"step {i}", tol=1e-6)
+    expect(len(backend.stats().backwards) == 4, "a backward is missing")
+
+
+def test_a_static_graph_that_ranks_break_elsewhere(pool: Pool):
+    pool.run(static_ways)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -153,3 +154,56 @@ def disabled(rank: int, world: int) -> None:
 
 def test_join_can_be_turned_off(pool: Pool):
     pool.run(disabled)
+
+
+def in_turns(rank: int, world: int) -> None:
+    """Two models in one `Join`, of which one is under `no_sync` in every other step; and steps after it."""
+    modules = seeded(0, Mlp), seeded(1, lambda: Mlp(12))
+    first, second = (wrapped(module) for module in modules)
+    with Join([first, second]):
+        for i in range(BATCHES[rank]):
+            with first.no_sync() if i % 2 else nullcontext():
+                loss = square(first(data(i, 6, 8)))
+            (loss + square(second(data(i, 6, 8)))).backward()
+    channel = first.backend.lookup().channel
+    before = channel.step
+    square(first(data(9, 6, 8))).backward()
+    expect(channel.step - before == 2, f"{channel.step - before} records in a step after join")
+
+
+def test_models_under_no_sync_in_turns(pool: Pool):
+    pool.run(in_turns)
+
+
+class WithHelper(nn.Module):
+    """A frozen helper that is no part of the module and runs without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.helper = [nn.Linear(8, 8).requires_grad_(False)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            factor = self.helper[0](x)
+        torch._dynamo.graph_break()
+        return y * factor  # type: ignore[no-any-return]
+
+
+def without_batches(rank: int, world: int, init_sync: bool) -> None:
+    """A rank that has no inputs at all."""
+    module = seeded(0, WithHelper)
+    model = wrapped(module, init_sync=init_sync)
+    with model.join():
+        train(model, 0 if rank else 3)
+    ours = torch.cat([value.reshape(-1) for value in module.state_dict().values()])
+    everyone = [torch.empty_like(ours) for _ in range(world)]
+    torch.distributed.all_gather(everyone, ours)
+    expect(all(torch.equal(one, ours) for one in everyone), "ranks differ after join")
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_a_rank_without_batches(pool: Pool, init_sync: bool):
+    pool.run(without_batches, init_sync)
