@@ -50,11 +50,13 @@ def listen() -> None:
     _compat.on_frame(_frame_started)
 
 
-def _compiling(wrapper: Any, model: Any) -> None:
+def _compiling(wrapper: Any, model: Any) -> Any:
     backend = _backend_behind(wrapper)
-    if backend is not None:
-        for module in modules_in([model]):
-            backend.adopt(module)
+    if backend is None:
+        return None
+    for module in modules_in([model]):
+        backend.adopt(module)
+    return _compat.plain_names
 
 
 def _frame_started(wrapper: Any, variables: Mapping[str, Any]) -> None:

@@ -431,3 +431,22 @@ def refuse_without_group(rank: int, world: int) -> str:
 def test_a_destroyed_group_is_not_taken_for_none(pool: Pool):
     for message in pool.run(refuse_without_group, discard=True):
         assert "started 2 processes" in message
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_checkpoints_have_the_plain_names(part: bool):
+    """Of a compiled module, or of one with a compiled part; with and without torch's prefix they can be loaded."""
+    plain = seeded(0, lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    compiled_part: Any = torch.compile(plain, backend=small_backend())
+    model: Any = nn.ModuleDict({"body": compiled_part}) if part else compiled_part
+    prefix = "body." if part else ""
+    state = model.state_dict()
+    assert list(state) == [prefix + name for name in plain.state_dict()]
+    fresh = seeded(1, lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    fresh.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()})
+    for middle in ("", "_orig_mod."):
+        other = {prefix + middle + name: value + 1 for name, value in plain.state_dict().items()}
+        model.load_state_dict(other)
+        assert all(torch.equal(plain.state_dict()[n], other[prefix + middle + n]) for n in plain.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({})

@@ -7,6 +7,7 @@ does batched PowerSGD anywhere, whose matrices its own check refuses (torch 2.13
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,14 +46,14 @@ def power(state_class: Any = powerSGD_hook.PowerSGDState, **options: Any) -> Any
     return state_class(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5, **options)
 
 
-def with_then(state, bucket):  # type: ignore[no-untyped-def]  # stock DDP wants no annotations that are strings
+def with_then(state, bucket):
     """A collective, and another one when that is done."""
     first = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 
     def again(future: Any) -> Tensor:
         tensor = future.value()[0]
         dist.all_reduce(tensor)
-        return tensor / 4  # type: ignore[no-any-return]
+        return tensor / 4
 
     return first.then(again)
 
@@ -162,7 +163,7 @@ def routed(rank: int, world: int, kind: str) -> None:
         module.zero_grad()
         which = (rank + i) % 3
         expert(model, which, i).backward()
-        mine = local_gradients(reference, lambda m, which=which, i=i: expert(m, which, i))
+        mine = local_gradients(reference, partial(expert, which=which, i=i))
         zeros = {n: torch.zeros_like(p) if mine[n] is None else mine[n] for n, p in reference.named_parameters()}
         expected = average(zeros)
         got = gradients(module)

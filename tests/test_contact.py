@@ -689,6 +689,7 @@ def frozen_start(rank: int, world: int, differs: bool) -> tuple[str, str]:
 
 def frozen_apart(rank: int, world: int, differs: str) -> str:
     """A network that only runs under `no_grad` is compared at the end of a step: nothing else ever meets it."""
+    teacher: Any
     teacher, module = frozen(seeded(0, Mlp)) if differs != "trainable" else seeded(0, Mlp), seeded(1, Mlp)
     if differs:
         with torch.no_grad():

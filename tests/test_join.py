@@ -25,7 +25,7 @@ class Normalised(nn.Module):
         self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x)).relu())  # type: ignore[no-any-return]
+        return self.last(self.norm(self.first(x)).relu())
 
 
 def wrapped(module: nn.Module, **options: Any) -> Any:
@@ -53,7 +53,7 @@ def train(model: Any, batches: int, *, accumulate: bool = False, which: int | No
 def uneven(rank: int, world: int, kind: str, by_initial: bool, compiles: bool) -> None:
     """The same program with stock DDP and with ours; after `join` all ranks hold what the last joiner has."""
     make = {"experts": Experts, "buffers": Normalised}.get(kind, Mlp)
-    options = {"find_unused_parameters": kind == "experts"}
+    options: dict[str, Any] = {"find_unused_parameters": kind == "experts"}
     arguments: dict[str, Any] = {
         "accumulate": kind == "no_sync",
         "which": min(rank, 1) if kind == "experts" else None,
@@ -189,7 +189,7 @@ class WithHelper(nn.Module):
         with torch.no_grad():
             factor = self.helper[0](x)
         torch._dynamo.graph_break()
-        return y * factor  # type: ignore[no-any-return]
+        return y * factor
 
 
 def without_batches(rank: int, world: int, init_sync: bool) -> None:

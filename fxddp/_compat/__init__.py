@@ -57,6 +57,7 @@ from .dynamo import (
     on_frame,
     placeholder_example,
     placeholder_source,
+    plain_names,
 )
 from .groups import (
     group_exists,
@@ -108,6 +109,7 @@ __all__ = [
     "output_descriptors",
     "placeholder_example",
     "placeholder_source",
+    "plain_names",
     "put_first",
     "queue_callback",
     "restricted_to",

@@ -95,10 +95,10 @@ def _frame_started(_: Any) -> None:
         caller = caller.f_back
 
 
-_compile_listeners: list[Callable[[Any, Any], None]] = []
+_compile_listeners: list[Callable[[Any, Any], Callable[[Any], None] | None]] = []
 
 
-def on_compile(listener: Callable[[Any, Any], None]) -> None:
+def on_compile(listener: Callable[[Any, Any], Callable[[Any], None] | None]) -> None:
     """Calls `listener(wrapper, model)` whenever `torch.compile` is given a model or function.
 
     torch looks a backend up by its name without touching it, so this stands in `torch._dynamo.optimize`, which
@@ -106,6 +106,7 @@ def on_compile(listener: Callable[[Any, Any], None]) -> None:
 
     Args:
         listener: gets what `compile_wrapper` finds, and what is to be compiled; what it raises, `torch.compile` raises.
+            May give a function to be called with the result.
     """
     if not _compile_listeners:
         torch._dynamo.optimize = _heard(torch._dynamo.optimize)
@@ -116,12 +117,43 @@ def _heard(optimize: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(optimize)
     def heard(*arguments: Any, **options: Any) -> Any:
         caller = sys._getframe(1)
-        if (caller.f_code.co_name, caller.f_code.co_filename) == ("compile", torch.__file__):
-            for listener in _compile_listeners:
-                listener(options.get("backend"), caller.f_locals.get("model"))
-        return optimize(*arguments, **options)
+        if (caller.f_code.co_name, caller.f_code.co_filename) != ("compile", torch.__file__):
+            return optimize(*arguments, **options)
+        wishes = [listener(options.get("backend"), caller.f_locals.get("model")) for listener in _compile_listeners]
+        context = optimize(*arguments, **options)
+
+        def compile_it(model: Any) -> Any:
+            result = context(model)
+            for wish in filter(None, wishes):
+                wish(result)
+            return result
+
+        return compile_it
 
     return heard
+
+
+def plain_names(compiled: Any) -> None:
+    """Has a compiled module save its state under the plain names, and load it with or without torch's prefix."""
+    if isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule):
+        compiled._register_state_dict_hook(_without_prefix)
+        compiled._register_load_state_dict_pre_hook(_with_prefix)
+
+
+_PREFIX = "_orig_mod."
+
+
+def _without_prefix(_: Any, state: Any, prefix: str, __: Any) -> None:
+    for names in (state, getattr(state, "_metadata", {})):
+        for name in [name for name in names if name.startswith(prefix + _PREFIX)]:
+            names[prefix + name.removeprefix(prefix + _PREFIX)] = names.pop(name)
+
+
+def _with_prefix(state: Any, prefix: str, *_: Any) -> None:
+    for names in (state, getattr(state, "_metadata", {})):
+        for name in [n for n in names if n.startswith(prefix) and not n.startswith(prefix + _PREFIX)]:
+            if name != prefix.removesuffix("."):
+                names[prefix + _PREFIX + name.removeprefix(prefix)] = names.pop(name) if names is state else names[name]
 
 
 def inner_backend(compiler_fn: Any) -> Any:
