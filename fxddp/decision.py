@@ -33,8 +33,9 @@ END = "the end of the backward"
 BUFFERS = "the buffers before a forward"
 FORWARD = "a forward under join"
 CONTACT = "first contact"
+COMM_HOOK = "the first use of a communication hook"
 JOINED = "no more inputs"
-KINDS = (GRAPH, HOOK, END, BUFFERS, FORWARD, CONTACT, JOINED)
+KINDS = (GRAPH, HOOK, END, BUFFERS, FORWARD, CONTACT, COMM_HOOK, JOINED)
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,11 @@ def _difference(active: dict[int, Event], name: Callable[[int], str]) -> str:
         parts.append(
             f"tensor hooks sit on {some(first.hooked, name) or 'nothing'} on rank {rank} and on "
             f"{some(event.hooked, name) or 'nothing'} on rank {other}"
+        )
+    if event.kind == COMM_HOOK:
+        return (
+            f"the communication hook differs between ranks: {event.details} on rank {other}, {first.details} on rank "
+            f"{rank}. Register the same on all ranks"
         )
     if event.kind == BUFFERS:
         return (

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from .channel import RanksDisagree
-from .decision import BUFFERS, END, FORWARD, JOINED, Decision, Event
+from .decision import BUFFERS, COMM_HOOK, END, FORWARD, JOINED, Decision, Event
 from .packing import empty_bucket, packs
 from .replica import send_buffers
 
@@ -110,6 +110,9 @@ def _is_over(seen: list[Any], own: int) -> bool:
 
 @torch.no_grad()
 def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> None:
+    if step.kind == COMM_HOOK:
+        _compare_hook(backend, group, step)
+        return
     if step.kind == BUFFERS and step.details:
         backend.receive_buffers(step.details, group, backend.root(decision, group))
         return
@@ -136,3 +139,12 @@ def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> No
         group.wait(work, lambda: "take part with zeros")
     if step.kind == END:
         backend.shadowed_launches = 0
+
+
+def _compare_hook(backend: "Backend", group: "Group", step: Event) -> None:
+    own = None if backend.comm_hook is None else backend.comm_hook.name
+    if own != step.details:
+        raise RanksDisagree(
+            f"the communication hook differs between ranks: {own} on rank {group.rank}, which has no inputs left, "
+            f"{step.details} on others. Register the same on all ranks"
+        )

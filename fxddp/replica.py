@@ -17,7 +17,7 @@ from torch import Tensor
 from .channel import RanksDisagree
 from .compiler import source_digest
 from .config import MIB
-from .decision import BUFFERS, CONTACT, Event
+from .decision import BUFFERS, COMM_HOOK, CONTACT, Event
 from .packing import packs
 from .passes.layout import contiguous_strides, gradient_strides
 
@@ -177,7 +177,9 @@ class Replica:
         Raises:
             RanksDisagree: on every rank.
         """
-        self._agree(name, group, _compare_hooks)
+        backend = self._backend()
+        assert backend is not None
+        backend.agreement.announce(Event(COMM_HOOK, details=name, owner=self.owner(group)), group).decision()
 
     def _agree(self, mine: Any, group: "Group", compare: Callable[[int, Any, Any], None]) -> None:
         """Has `compare(rank, theirs, rank 0's)` look at what differs between ranks."""
@@ -286,14 +288,6 @@ def _compare_contact(rank: int, theirs: Any, first: Any) -> None:
                 "all ranks the same"
             )
     _compare(rank, theirs[1], first[1])
-
-
-def _compare_hooks(rank: int, theirs: Any, first: Any) -> None:
-    if theirs != first:
-        raise RanksDisagree(
-            f"the communication hook differs between ranks: {theirs} on rank {rank}, {first} on rank 0. Register the "
-            "same on all ranks"
-        )
 
 
 def _refuse_late(rank: int, names: Any, _: Any) -> None:
