@@ -9,6 +9,7 @@ whose steps may come in any order.
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from .channel import RanksDisagree
@@ -121,10 +122,16 @@ def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> No
         for members in tensors:
             send_buffers(members, group, backend.root(decision, group))
         return
+    _reduce_zeros(backend, group, tensors, at_end=step.kind == END)
+    if step.kind == END:
+        backend.shadowed_launches = 0
+
+
+def _reduce_zeros(backend: "Backend", group: "Group", tensors: list[list[Tensor]], *, at_end: bool) -> None:
     works = []
     hook = backend.comm_hook
     for bucket in tensors:
-        cap = backend.settings.cap if step.kind == END else sum(t.nbytes for t in bucket)
+        cap = backend.settings.cap if at_end else sum(t.nbytes for t in bucket)
         for members in packs(bucket, cap):
             flat, _ = empty_bucket(members)
             if not flat.numel():
@@ -137,8 +144,6 @@ def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> No
             backend.shadowed_launches += 1
     for work, _ in works:
         group.wait(work, lambda: "take part with zeros")
-    if step.kind == END:
-        backend.shadowed_launches = 0
 
 
 def _compare_hook(backend: "Backend", group: "Group", step: Event) -> None:
