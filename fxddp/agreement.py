@@ -11,7 +11,6 @@ may come, and nothing is exchanged.
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .channel import Announced, RanksDisagree, Record
@@ -88,7 +87,7 @@ class Agreement:
         if event.kind in (GRAPH, HOOK, END):
             backend.confirm_comm_hook(group)
         if self._closed and not backend.joining and event.kind in (GRAPH, END):
-            event = replace(event, details=None) if event.kind == END else event
+            event = event.bare
             known = self._static.get(event.record)
             if known is None and carried:
                 return Proposal(self, event, group, None, event.alone)
@@ -123,8 +122,7 @@ class Agreement:
                 group.remember(key, known)
             decision = known
         if backend.settings.static_graph and event.kind in (GRAPH, END):
-            event = replace(event, details=None) if event.kind == END else event
-            self._static.setdefault(event.record, (event, []))[1].append(decision)
+            self._static.setdefault(event.bare.record, (event.bare, []))[1].append(decision)
         return decision
 
     def _decide(self, events: Sequence[Event], group: "Group") -> Decision:

@@ -209,12 +209,11 @@ class Backward:
         """
         self._returned[id(parameter)] = (parameter, None if reduced is None else reduced.untyped_storage())
 
-    def accumulated_before(self, parameters: Sequence[Tensor]) -> list[Tensor | None] | None:
-        """What was accumulated so far; None on the usual path, where it is nothing."""
-        old = list(map(_grad, parameters))
-        if all(map(is_, old, repeat(None))) and not (self._aside and any(id(p) in self._aside for p in parameters)):
-            return None
-        return old
+    def have_accumulated(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether some of these hold something already; not so on the usual path."""
+        if not all(map(is_, map(_grad, parameters), repeat(None))):
+            return True
+        return bool(self._aside) and any(id(p) in self._aside for p in parameters)
 
     def take(self, parameter: Tensor) -> Tensor | None:
         """Takes what a parameter accumulated so far, to be put back if this backward fails."""
@@ -316,14 +315,13 @@ class Backward:
         for bucket in decision.buckets:
             members = [self.backend.replica.tensor(i) for i in bucket]
             there = [grad * self.scale if p is parameter else None for p in members]
-            flat, views = self.fill(members, there, self._ids(decision.unused))
+            flat, views = self.fill(members, there, self.ids(decision.unused))
             others = [i for i, p in enumerate(members) if p is not parameter and bucket[i] not in decision.unused]
             is_last = bucket is decision.buckets[-1]
             launched = self.launch(flat, members, others, views, is_last=is_last, outside=True)
-            for i in set(range(len(members))).difference(others):
-                if members[i] is parameter:
-                    self.wait(launched)
-                    grad.copy_(views[i])
+            if number in bucket:
+                self.wait(launched)
+                grad.copy_(views[bucket.index(number)])
 
     def _synchronises(self, accumulated: Collection[int]) -> bool:
         """Whether what was accumulated outside of the graphs, for these parameters, is reduced in this backward."""
@@ -418,7 +416,7 @@ class Backward:
             for bucket in decision.buckets
             for members in packs(map(backend.replica.tensor, bucket), backend.settings.cap)
         ]
-        unused = self._ids(decision.unused)
+        unused = self.ids(decision.unused)
         for members in packed:
             flat, views = self.fill(members, [None] * len(members), unused)
             kept = [i for i, p in enumerate(members) if id(p) not in unused]
@@ -426,7 +424,8 @@ class Backward:
             self.record.uncovered += tuple(map(backend.watch.name, members))
             self.record.uncovered_bytes += flat.nbytes
 
-    def _ids(self, numbers: Iterable[int]) -> set[int]:
+    def ids(self, numbers: Iterable[int]) -> set[int]:
+        """The ids of the parameters with these numbers."""
         return {id(self.backend.replica.tensor(number)) for number in numbers}
 
     def wait(self, launched: Launched) -> None:

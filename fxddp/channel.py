@@ -175,9 +175,8 @@ class Channel:
                 continue
             note = json.loads(self._store.get(f"note/{rank}"))
             here = self._given_up.get(note["step"])
-            if note["lost"] or (note["step"] == self.step and here is None):
-                self._break(f"rank {self.rank} was about to {what()}, but rank {rank} {note['text']}")
-            if note["step"] + 1 == self.step and here is None:  # it goes on with the step after
+            # given up here or in the step before, when it goes on with the step after
+            if note["lost"] or (here is None and note["step"] in (self.step, self.step - 1)):
                 self._break(f"rank {self.rank} was about to {what()}, but rank {rank} {note['text']}")
             if here is not None and here != note["launched"]:
                 self._break(

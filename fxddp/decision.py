@@ -16,8 +16,8 @@ a graph break or a recompile limit on one rank only changes how gradients are gr
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -70,10 +70,13 @@ class Event:
         """Six integers that are equal where events are."""
         layout = chain.from_iterable((*bucket, -1) for bucket in self.buckets)
         sets = (self.members, layout, self.unused, self.hooked)
-        details = int.from_bytes(
-            hashlib.blake2b(repr((self.details, self.owner, self.waiting)).encode(), digest_size=7).digest(), "big"
-        )
-        return (KINDS.index(self.kind), *map(_digest, sets), details)
+        details = repr((self.details, self.owner, self.waiting)).encode()
+        return (KINDS.index(self.kind), *(_digest(array("q", numbers).tobytes()) for numbers in sets), _digest(details))
+
+    @cached_property
+    def bare(self) -> "Event":
+        """The event, and for the end of a backward without its details, which change nothing of what travels."""
+        return replace(self, details=None) if self.kind == END and self.details else self
 
     @cached_property
     def alone(self) -> "Decision":
@@ -93,8 +96,8 @@ class Event:
         return Event(data["kind"], buckets, unused, hooked, waiting, data["details"], data["owner"])
 
 
-def _digest(numbers: Iterable[int]) -> int:
-    return int.from_bytes(hashlib.blake2b(array("q", numbers).tobytes(), digest_size=7).digest(), "big")
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class Decision:
     buckets: Layout = ()
     unused: frozenset[int] = frozenset()
     defer: bool = False
-    again: frozenset[int] = field(default=frozenset())
+    again: frozenset[int] = frozenset()
     active: int | None = None
     root: int | None = None
     compare: bool = False
@@ -142,7 +145,7 @@ def decide(events: Sequence[Event], *, find_unused: bool, name: Callable[[int], 
     if not active:
         return Decision(active=0)
     compare = any(event.kind == END and event.details for event in active.values())
-    active = {rank: replace(event, details=None) if event.kind == END else event for rank, event in active.items()}
+    active = {rank: event.bare for rank, event in active.items()}
     first = active[min(active)]
     if joined and any(event.kind == CONTACT for event in active.values()):
         raise Different(

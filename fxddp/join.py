@@ -76,8 +76,7 @@ def shadow_iteration(backend: "Backend", group: "Group") -> None:
         step = decision.step
         if step is None:
             raise RanksDisagree("no rank has inputs left, but this one waits for an iteration of the others")
-        reference = group.owners.get(step.owner)
-        owner = None if reference is None else reference()
+        owner = group.owner(step.owner)
         if owner is None:
             raise RanksDisagree(
                 f"a rank without inputs cannot take part in {step.kind}: the model that is at it is none of those "

@@ -81,7 +81,7 @@ class ModuleBackend(Backend):
         return bool(self._local_scopes)
 
     def send_buffers(self, buffers: Mapping[str, Tensor], group: Group) -> None:
-        """Overwrites all shared buffers with those of the first rank that has inputs. A collective.
+        """Overwrites all shared buffers with those of `Backend.root`'s rank. A collective.
 
         Raises:
             RanksDisagree: the other ranks are at another step.

@@ -128,7 +128,7 @@ class Reduction(NodeRun):
                 self.backward.left_out(self.by_bucket[index][i])
         if decision.buckets != self._proposal.event.buckets:
             members = [[self.backward.backend.replica.tensor(n) for n in bucket] for bucket in decision.buckets]
-            unused = {id(self.backward.backend.replica.tensor(n)) for n in decision.unused}
+            unused = self.backward.ids(decision.unused)
             here = {id(p) for bucket in self.by_bucket for p in bucket}
             self._assembly = Assembly(members, here, unused)
 
@@ -149,17 +149,17 @@ class Reduction(NodeRun):
         if decision.defer:
             return
         self._fold(bucket, flat, members)
+        is_last = bucket is self._plan.buckets[-1]
         if self._assembly is not None:
             self._launch_ready(self._assembly, wheres, members, bucket_views(bucket, flat))
         elif exceptions.none:
-            self.backward.launch_later(bucket, flat, members, is_last=bucket is self._plan.buckets[-1])
+            self.backward.launch_later(bucket, flat, members, is_last=is_last)
         else:
-            is_last = bucket is self._plan.buckets[-1]
             self._launch(flat, wheres, members, bucket_views(bucket, flat), is_last=is_last)
 
     def _fold(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor]) -> None:
         """Adds what the parameters accumulated so far to the packed bucket, and takes it from them."""
-        if self.backward.accumulated_before(members) is None:
+        if not self.backward.have_accumulated(members):
             return
         into, added = [], []
         skipped = self.exceptions.skipped
@@ -203,7 +203,7 @@ class Reduction(NodeRun):
             and self.exceptions.none
             and self.backward.backend.comm_hook is None
             and (artifact.group_name, artifact.group_size) == (group.name, group.size)
-            and all(self.backward.accumulated_before(members) is None for members in self.by_bucket)
+            and not any(map(self.backward.have_accumulated, self.by_bucket))
         )
 
     def _run_whole(self, inputs: list[Any]) -> list[Any]:

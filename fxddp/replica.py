@@ -191,7 +191,7 @@ class Replica:
             compare(rank, event.details, proposal.events[0].details)
 
     def sync_buffers(self, buffers: Sequence[Tensor], group: "Group") -> None:
-        """Overwrites buffers that were met with those of the first rank that has inputs. A collective.
+        """Overwrites buffers that were met with those of `Backend.root`'s rank. A collective.
 
         Raises:
             RanksDisagree: the other ranks are at another step.
