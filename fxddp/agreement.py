@@ -41,6 +41,15 @@ class Proposal:
         self._announced = announced
         self._decision = decision
 
+    def receive(self) -> bytes | None:
+        """Waits for what rank 0 cast with this event; None if it is at another, and a decision tells what is done.
+
+        Raises:
+            RanksDisagree: rank 0 does not come.
+        """
+        assert self._announced is not None
+        return self._group.channel.receive(self._announced)
+
     def decision(self) -> Decision:
         """Waits for the other ranks; what all of them do.
 
@@ -64,15 +73,19 @@ class Agreement:
         self._turns: dict[Record, int] = {}
         self._closed = False
 
-    def announce(self, event: Event, group: "Group", *, carried: bool = False) -> Proposal:
+    def announce(
+        self, event: Event, group: "Group", *, carried: bool = False, cast: Callable[[], bytes] | None = None
+    ) -> Proposal:
         """Announces what this rank does next.
 
         Args:
             event: the step.
             group: the ranks.
             carried: some of it was left over from `no_sync`, so that it is no news in a static graph.
+            cast: called on rank 0 for bytes that go out with it; the others get them from `Proposal.receive`.
 
         Raises:
+            RanksDisagree: the ranks lost each other earlier.
             RuntimeError: the graph was promised to be static and is not.
         """
         if self._group is not group:
@@ -95,7 +108,8 @@ class Agreement:
                 self._refuse_news(event)
             else:
                 return Proposal(self, event, group, None, self._next(event.record, known[1]))
-        return Proposal(self, event, group, group.channel.announce(event.record, self._describe(event)))
+        group.settle()
+        return Proposal(self, event, group, group.channel.announce(event.record, self._describe(event), cast))
 
     def _next(self, record: Record, decisions: list[Decision]) -> Decision:
         """What was decided at this turn of the first iteration; a step may come several times in one."""

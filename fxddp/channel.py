@@ -50,9 +50,10 @@ class Failed(RuntimeError):
 class Announced:
     """A record under way to the other ranks."""
 
-    __slots__ = ("_channel", "blocks", "what")
+    __slots__ = ("_channel", "block", "blocks", "what")
 
-    def __init__(self, channel: "Channel", what: Callable[[], str]) -> None:
+    def __init__(self, channel: "Channel", block: bytes, what: Callable[[], str]) -> None:
+        self.block = block
         self.what = what
         self.blocks: list[bytes] | None = None
         self._channel = channel
@@ -92,8 +93,15 @@ class Channel:
         self._broken = ""
         self._given_up: dict[int, int] = {}
 
-    def announce(self, record: Sequence[int], what: Callable[[], str]) -> Announced:
-        """Sends a record of `WORDS` integers; `what` describes the step in an error: "rank 0 is about to {what}".
+    def announce(
+        self, record: Sequence[int], what: Callable[[], str], cast: Callable[[], bytes] | None = None
+    ) -> Announced:
+        """Sends a record.
+
+        Args:
+            record: `WORDS` integers.
+            what: describes the step in an error: "rank 0 is about to {what}".
+            cast: called on rank 0 for bytes that go out with it; the others ask for them with `receive`.
 
         Raises:
             RanksDisagree: the ranks lost each other earlier.
@@ -104,9 +112,35 @@ class Channel:
             if self._open is not None:  # of a backward that was given up: the others count on this rank to pass it on
                 self.complete(self._open)
             self.step += 1
-            self._start(_RECORD.pack(self.step, self.launched, *record), what)
-            self._open = Announced(self, what)
+            block = _RECORD.pack(self.step, self.launched, *record)
+            if cast is not None and self.rank == 0:  # first, so that it is there when the record is
+                self._try(lambda: self._wire.cast(block + cast(), STALL), what)
+            self._try(lambda: self._wire.start(block), what)
+            self._open = Announced(self, block, what)
             return self._open
+
+    def receive(self, announced: Announced) -> bytes | None:
+        """What rank 0 cast with its record, if that is the same as this rank's; does not wait for the other ranks.
+
+        Returns:
+            The bytes; None where rank 0 announced another step: the records will tell.
+
+        Raises:
+            RanksDisagree: it failed, or did not come in time.
+        """
+        found: bytes | None = None
+
+        def attempt(seconds: float) -> bool:
+            nonlocal found
+            found = self._wire.receive(announced.block, seconds)
+            if found is None and self._wire.finished:
+                if self._wire.blocks[0] != announced.block:
+                    return True
+                found = self._wire.receive(announced.block, seconds)
+            return found is not None
+
+        self._patiently(attempt, announced.what)
+        return found
 
     def complete(self, announced: Announced) -> None:
         """Waits for the other ranks' records, unless that was done."""
@@ -117,14 +151,14 @@ class Channel:
 
     def gather(self, value: Any, what: Callable[[], str]) -> list[Any]:
         """Everybody's `value` (of JSON's types), by rank, after records that differed."""
-        self._start(json.dumps(value).encode(), what)
+        self._try(lambda: self._wire.start(json.dumps(value).encode()), what)
         return list(map(json.loads, self.finish(what)))
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def _start(self, block: bytes, what: Callable[[], str]) -> None:
+    def _try(self, action: Callable[[], None], what: Callable[[], str]) -> None:
         try:
-            self._wire.start(block)
+            action()
         except PeerGone as error:
             self._lost(what, error)
 

@@ -50,6 +50,7 @@ class Event:
         waiting: those with accumulation hooks, which want to see the average.
         details: anything else that must be equal, of JSON's types.
         owner: the number of the backend.
+        cast: rank 0's bytes go out with its record.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Event:
     waiting: tuple[int, ...] = ()
     details: Any = None
     owner: int = 0
+    cast: bool = False
 
     @cached_property
     def members(self) -> tuple[int, ...]:
@@ -70,7 +72,7 @@ class Event:
         """Six integers that are equal where events are."""
         layout = chain.from_iterable((*bucket, -1) for bucket in self.buckets)
         sets = (self.members, layout, self.unused, self.hooked)
-        details = repr((self.details, self.owner, self.waiting)).encode()
+        details = repr((self.details, self.owner, self.waiting, self.cast)).encode()
         return (KINDS.index(self.kind), *(_digest(array("q", numbers).tobytes()) for numbers in sets), _digest(details))
 
     @cached_property
@@ -79,13 +81,18 @@ class Event:
         return replace(self, details=None) if self.kind == END and self.details else self
 
     @cached_property
+    def with_cast(self) -> "Event":
+        """The event, with rank 0's bytes."""
+        return replace(self, cast=True)
+
+    @cached_property
     def alone(self) -> "Decision":
         """What is done where all ranks are at this event."""
         return Decision(self.buckets, frozenset(self.unused), compare=self.kind == END and bool(self.details))
 
     def to_json(self) -> dict[str, Any]:
         """The event in JSON's types."""
-        fields = ("kind", "buckets", "unused", "hooked", "waiting", "details", "owner")
+        fields = ("kind", "buckets", "unused", "hooked", "waiting", "details", "owner", "cast")
         return {name: getattr(self, name) for name in fields}
 
     @staticmethod
@@ -93,7 +100,7 @@ class Event:
         """The reverse of `to_json`."""
         buckets = tuple(map(tuple, data["buckets"]))
         unused, hooked, waiting = (tuple(data[name]) for name in ("unused", "hooked", "waiting"))
-        return Event(data["kind"], buckets, unused, hooked, waiting, data["details"], data["owner"])
+        return Event(data["kind"], buckets, unused, hooked, waiting, data["details"], data["owner"], data["cast"])
 
 
 def _digest(data: bytes) -> int:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import JoinHook
 from .channel import RanksDisagree
 from .decision import BUFFERS, COMM_HOOK, END, FORWARD, JOINED, Decision, Event
 from .packing import empty_bucket, packs
-from .replica import send_buffers
+from .values import send
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -49,11 +49,12 @@ class Shadow(JoinHook):
         if group is None or group.size == 1:
             return
         group.shadowed.clear()
+        group.settle()
         last = group.channel.gather(is_last_joiner, lambda: "find out who ran out of inputs last")
         root = max(rank for rank, is_last in enumerate(last) if is_last)
         tensors = [tensor for _, tensor in self._model.shared_tensors()]
         for members in packs(tensors, backend.settings.cap):
-            send_buffers(members, group, root)
+            send(members, group, root)
 
 
 def announce_forward(backend: "Backend", group: "Group", *, sync: bool) -> None:
@@ -119,7 +120,7 @@ def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> No
     tensors = [[backend.replica.tensor(number) for number in bucket] for bucket in decision.buckets]
     if step.kind == BUFFERS:
         for members in tensors:
-            send_buffers(members, group, backend.root(decision, group))
+            send(members, group, backend.root(decision, group))
         return
     _reduce_zeros(backend, group, tensors, at_end=step.kind == END)
     if step.kind == END:

@@ -19,8 +19,8 @@ from .config import Settings
 from .decision import BUFFERS, Event
 from .group import Group
 from .modules import Modules
-from .replica import send_buffers
 from .uncovered import Watch, parameters_registered
+from .values import send, send_before_forward
 
 if TYPE_CHECKING:
     from .backward import Backward
@@ -91,13 +91,12 @@ class ModuleBackend(Backend):
         key = (owner := self.replica.owner(group), *buffers)
         if key not in self._buffer_events:  # by name: a user may replace a buffer, on one rank alone
             self._buffer_events[key] = Event(BUFFERS, details=list(buffers), owner=owner)
-        decision = self.agreement.announce(self._buffer_events[key], group).decision()
-        send_buffers(list(buffers.values()), group, self.root(decision, group))
+        send_before_forward(self, self._buffer_events[key], list(buffers.values()), group)
 
     def receive_buffers(self, names: Sequence[str], group: Group, root: int) -> None:
         """What a rank without inputs does while others are in `send_buffers`."""
         buffers = self.shared_buffers()
-        send_buffers([buffers[name] for name in names], group, root)
+        send([buffers[name] for name in names], group, root)
 
     def mark(self, outputs: Iterable[Tensor], *, sync: bool) -> None:
         """Has the backward of these outputs of a forward follow it; see Note [marks]."""

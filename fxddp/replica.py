@@ -20,6 +20,7 @@ from .config import MIB
 from .decision import BUFFERS, COMM_HOOK, CONTACT, Event
 from .packing import packs
 from .passes.layout import contiguous_strides, gradient_strides
+from .values import broadcast_values, send_before_forward
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -201,7 +202,7 @@ class Replica:
         backend = self._backend()
         assert backend is not None
         event = Event(BUFFERS, (tuple(map(self.number, buffers)),), owner=self.owner(group))
-        send_buffers(buffers, group, backend.root(backend.agreement.announce(event, group).decision(), group))
+        send_before_forward(backend, event, buffers, group)
 
     @torch.no_grad()
     def _send(self, tensors: list[tuple[str, Tensor]], group: "Group", used: set[int]) -> list[str]:
@@ -216,34 +217,6 @@ class Replica:
                 else:
                     tensor.copy_(value)
         return late
-
-
-@torch.no_grad()
-def send_buffers(buffers: Sequence[Tensor], group: "Group", root: int = 0) -> None:
-    """Overwrites buffers with one rank's: one collective for each dtype and device."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for buffer in buffers:
-        kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    for same in kinds.values():
-        values = broadcast_values(same, group, root)
-        if group.rank != root:
-            torch._foreach_copy_(same, values)
-
-
-def broadcast_values(tensors: Sequence[Tensor], group: "Group", root: int = 0) -> list[Tensor]:
-    """One rank's values of tensors of one dtype and device, through one flat broadcast; changes none of them."""
-    first = tensors[0]
-    flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-    if flat.numel():
-        wire = (
-            torch.view_as_real(flat)
-            if flat.is_complex()
-            else flat.view(torch.uint8)
-            if first.dtype == torch.bool
-            else flat
-        )
-        group.broadcast(wire, root)
-    return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
 
 
 EQUAL_STARTS = (

@@ -6,6 +6,8 @@ milliseconds. Here a record leaves in the system call that sends it and has arri
 All-gather in ⌈log₂ n⌉ rounds over that many connections per rank (Bruck et al., "Efficient algorithms for all-to-all
 communications in multiport message-passing systems", 1997): in round k a rank sends the first 2ᵏ blocks it has to the
 rank 2ᵏ before it, and gets as many from the rank 2ᵏ after it. The first round leaves at once, the others while waiting.
+
+Over the same connections rank 0 casts bytes to all others, along a binomial tree, and waits for none of them.
 """
 
 import fcntl
@@ -15,6 +17,7 @@ import selectors
 import socket
 import struct
 import time
+from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -24,6 +27,10 @@ import torch.distributed as dist
 from . import _compat
 
 _LENGTH = struct.Struct("!I")
+_HEAD = struct.Struct("!IB")
+
+BLOCKS, CAST = 0, 1
+"""Kinds of messages on a connection."""
 
 GREETING = 5.0
 """Seconds that whoever connected has to say which rank it is."""
@@ -45,12 +52,13 @@ class _Peer:
         self.connection = connection
         self.outgoing = bytearray()
         self.incoming = bytearray()
+        self.messages: tuple[deque[bytes], deque[bytes]] = (deque(), deque())
         self.gone = ""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, message: bytes) -> None:
-        self.outgoing += _LENGTH.pack(len(message)) + message
+    def send(self, kind: int, message: bytes) -> None:
+        self.outgoing += _HEAD.pack(len(message), kind) + message
         self.flush()
 
     def flush(self) -> None:
@@ -70,27 +78,29 @@ class _Peer:
             while part := self.connection.recv(1 << 16):
                 self.incoming += part
         except BlockingIOError:
-            return
+            pass
         except OSError as error:
             self.gone = str(error)
         else:
             self.gone = "it closed the connection"
+        while len(self.incoming) >= _HEAD.size:
+            length, kind = _HEAD.unpack_from(self.incoming)
+            if len(self.incoming) < _HEAD.size + length:
+                break
+            self.messages[kind].append(bytes(self.incoming[_HEAD.size : _HEAD.size + length]))
+            del self.incoming[: _HEAD.size + length]
 
-    def message(self) -> bytes | None:
-        """The next whole message, if there is one.
+    def message(self, kind: int) -> bytes | None:
+        """The next message of a kind, if there is one.
 
         Raises:
             PeerGone: there is none, and none will come.
         """
-        whole = len(self.incoming) >= _LENGTH.size
-        end = _LENGTH.size + _LENGTH.unpack_from(self.incoming)[0] if whole else 0
-        if not whole or len(self.incoming) < end:
-            if self.gone:
-                raise PeerGone(self.rank, self.gone)
-            return None
-        message = bytes(self.incoming[_LENGTH.size : end])
-        del self.incoming[:end]
-        return message
+        if self.messages[kind]:
+            return self.messages[kind].popleft()
+        if self.gone:
+            raise PeerGone(self.rank, self.gone)
+        return None
 
 
 class Wire:
@@ -137,22 +147,54 @@ class Wire:
         """
         deadline = time.monotonic() + patience
         while not self.finished:
-            peer = self._peers[(self.rank + self._hops[self._round]) % self.size]
-            message = peer.message()
-            if message is None:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._wait(left):
-                    return None
-                continue
-            self._blocks += _unpack(message)
-            self._round += 1
-            if not self.finished:
-                self._send()
-        while any(peer.outgoing for peer in self._peers.values()):  # whoever waits for it must not wait for us
-            left = deadline - time.monotonic()
-            if left <= 0 or not self._wait(left):
+            if not self._advance() and not self._wait(deadline):
                 return None
+        return self.blocks if self._sent(deadline) else None
+
+    @property
+    def blocks(self) -> list[bytes]:
+        """What the last all-gather gave, by rank."""
         return [self._blocks[(rank - self.rank) % self.size] for rank in range(self.size)]
+
+    def cast(self, message: bytes, patience: float) -> None:
+        """Sends rank 0's bytes to all others, who take them with `receive`, now or later.
+
+        Args:
+            message: the bytes.
+            patience: seconds for the system to take them, if the connections are slow; what it has not taken then
+                leaves at the next call of any kind.
+        """
+        self._pass_on(message)
+        self._sent(time.monotonic() + patience)
+
+    def receive(self, prefix: bytes, patience: float) -> bytes | None:
+        """Rank 0's cast that begins with `prefix`, and passes it on; others that come before it are dropped.
+
+        Returns:
+            The bytes after the prefix; None if it is not there after `patience` seconds, or as soon as the all-gather
+            that is under way has finished. May be called again.
+
+        Raises:
+            PeerGone: a rank's process ended.
+        """
+        deadline = time.monotonic() + patience
+        place = -self.rank % self.size
+        parent = self._peers[(self.rank + (1 << (place.bit_length() - 1))) % self.size]
+        under_way = not self.finished
+        while True:
+            try:
+                while message := parent.message(CAST):
+                    if message.startswith(prefix):
+                        self._pass_on(message)
+                        self._sent(deadline)
+                        return message[len(prefix) :]
+            except PeerGone:
+                if not under_way:
+                    raise
+            if under_way and self.finished:
+                return None
+            if not (under_way and self._advance()) and not self._wait(deadline):
+                return None
 
     def close(self) -> None:
         """Closes the connections."""
@@ -162,11 +204,39 @@ class Wire:
 
     def _send(self) -> None:
         hop = self._hops[self._round]
-        blocks = self._blocks[: min(hop, self.size - hop)]
-        self._peers[(self.rank - hop) % self.size].send(b"".join(_LENGTH.pack(len(b)) + b for b in blocks))
+        blocks = b"".join(_LENGTH.pack(len(b)) + b for b in self._blocks[: min(hop, self.size - hop)])
+        self._peers[(self.rank - hop) % self.size].send(BLOCKS, blocks)
 
-    def _wait(self, seconds: float) -> bool:
+    def _advance(self) -> bool:
+        """Finishes a round of the all-gather if its blocks are there; whether they were."""
+        message = self._peers[(self.rank + self._hops[self._round]) % self.size].message(BLOCKS)
+        if message is None:
+            return False
+        self._blocks += _unpack(message)
+        self._round += 1
+        if not self.finished:
+            self._send()
+        return True
+
+    def _pass_on(self, message: bytes) -> None:
+        """Sends a cast to this rank's children in the tree: rank 0's are 1, 2, 4, … before it."""
+        place = -self.rank % self.size
+        for hop in self._hops:
+            if hop > place and place + hop < self.size:
+                self._peers[(self.rank - hop) % self.size].send(CAST, message)
+
+    def _sent(self, deadline: float) -> bool:
+        """Waits until everything has left: whoever waits for it must not wait for us; False if it has not in time."""
+        while any(peer.outgoing for peer in self._peers.values()):
+            if not self._wait(deadline):
+                return False
+        return True
+
+    def _wait(self, deadline: float) -> bool:
         """Waits for something to arrive, or to leave; False if nothing did."""
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
+            return False
         for peer in self._peers.values():
             if peer.gone:
                 if peer.connection in self._selector.get_map():

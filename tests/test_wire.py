@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,10 +35,7 @@ def on_ranks(size: int, job: Callable[[Wire], Any]) -> list[Any]:
 
 def gathered(wire: Wire, block: bytes) -> list[bytes]:
     wire.start(block)
-    blocks = None
-    while blocks is None:
-        blocks = wire.finish(1.0)
-    return blocks
+    return gathered_rest(wire)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 9])
@@ -114,3 +112,66 @@ def test_strangers_are_sent_away():
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(run, range(2))) == [[b"0", b"1"]] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 9])
+def test_rank_0_casts_and_waits_for_nobody(size: int):
+    """Each cast comes with an all-gather that nobody finishes before the next cast, as before a forward."""
+    ahead = threading.Event()
+
+    def job(wire: Wire) -> None:
+        if wire.rank == 0:
+            wire.cast(b"0 hello", 1.0)
+            wire.start(b"0")
+            ahead.set()
+        else:
+            assert ahead.wait(10)  # sent before anybody else came
+            wire.start(b"0")
+            assert received(wire, b"0 ") == b"hello"
+        for i in range(1, 20):
+            while wire.finish(1.0) is None:
+                pass
+            prefix = f"{i} ".encode()
+            if wire.rank == 0:
+                wire.cast(prefix + bytes(i), 1.0)
+            wire.start(prefix)
+            if wire.rank != 0:
+                assert received(wire, prefix) == bytes(i)
+        assert gathered_rest(wire) == [b"19 "] * size
+
+    on_ranks(size, job)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_casts_that_nobody_wanted_are_dropped(size: int):
+    """And where rank 0 casts nothing, the all-gather ends the wait."""
+
+    def job(wire: Wire) -> None:
+        for i in range(6):
+            prefix = f"{i} ".encode()
+            if wire.rank == 0 and i % 3 != 2:
+                wire.cast(prefix + b"large" * 100_000, 1.0)
+            wire.start(prefix if wire.rank or i % 3 != 2 else b"another step")
+            if wire.rank != 0 and i % 3 == 1:
+                assert received(wire, prefix) == b"large" * 100_000
+            if wire.rank != 0 and i % 3 == 2:
+                assert received(wire, prefix) is None
+                assert wire.blocks[0] == b"another step"
+            gathered_rest(wire)
+
+    on_ranks(size, job)
+
+
+def received(wire: Wire, prefix: bytes) -> bytes | None:
+    for _ in range(20):
+        value = wire.receive(prefix, 1.0)
+        if value is not None or (wire.finished and wire.blocks[0] != prefix):
+            return value
+    raise AssertionError("nothing came")
+
+
+def gathered_rest(wire: Wire) -> list[bytes]:
+    blocks = None
+    while blocks is None:
+        blocks = wire.finish(1.0)
+    return blocks

@@ -1,0 +1,99 @@
+"""Rank 0's buffers before a forward: any kind and size, and nobody waits for more than rank 0."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxddp
+from fxddp.values import CAST_BYTES
+from tests.live.lab import compiled, counted_collectives, expect, expect_equal, loss_of, seeded
+from tests.live.pool import Pool
+
+
+class Counting(nn.Module):
+    """A model whose forward writes to buffers of many kinds."""
+
+    calls: Tensor
+    seen: Tensor
+    narrow: Tensor
+    phase: Tensor
+    turned: Tensor
+    none: Tensor
+    large: Tensor
+
+    def __init__(self, extra: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(5, dtype=torch.bool))
+        self.register_buffer("narrow", torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("turned", torch.zeros(4, 6).t())
+        self.register_buffer("none", torch.zeros(0))
+        self.register_buffer("large", torch.zeros(extra))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        self.seen.logical_not_()
+        for buffer in (self.narrow, self.phase, self.turned, self.none, self.large):
+            buffer.mul_(2)
+        total = self.calls + self.narrow.sum() + self.phase.real.sum() + self.turned.sum() + self.large.sum()
+        return self.linear(x) + 1e-9 * total
+
+
+def shared(rank: int, world: int, wraps: bool, extra: int) -> None:
+    module = seeded(0, partial(Counting, extra))
+    if wraps:
+        model: nn.Module = fxddp.DistributedDataParallel(module, inner="aot_eager")
+    else:
+        model = compiled(module)[0]
+    loss_of(model, 0).backward()
+    for step in range(3):
+        with torch.no_grad():
+            for i, buffer in enumerate(module.buffers()):
+                buffer.copy_(torch.arange(buffer.numel()).reshape(buffer.shape) % (2 + rank) + i + rank)
+        expected = {}
+        if rank == 0:
+            alone = seeded(0, partial(Counting, extra))
+            alone.load_state_dict(module.state_dict())
+            loss_of(alone, step)
+            expected = dict(alone.named_buffers())
+        everyone: list[dict[str, Tensor]] = [{}] * world
+        dist.all_gather_object(everyone, expected)
+        with counted_collectives() as started:
+            loss = loss_of(model, step)
+        expect_equal(dict(module.named_buffers()), everyone[0], f"step {step}")
+        small = extra * 4 < CAST_BYTES
+        expect(bool(started) is not small, f"{extra} more values: forward started {started}")
+        loss.backward()
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("extra", [10, CAST_BYTES // 4])
+def test_all_kinds_of_buffers_are_rank_0s(pool3: Pool, wraps: bool, extra: int):
+    pool3.run(shared, wraps, extra)
+
+
+def ahead(rank: int, world: int, wraps: bool) -> None:
+    """The other ranks start their forward when rank 0 is through with its own: forever, if that waited for them."""
+    module = seeded(0, partial(Counting, 10))
+    model = fxddp.DistributedDataParallel(module, inner="aot_eager") if wraps else compiled(module)[0]
+    loss_of(model, 0).backward()
+    store = dist.distributed_c10d._get_default_store()
+    for step in range(3):
+        if rank != 0:
+            store.wait([f"ahead/{wraps}/{step}"])
+        loss = loss_of(model, step)
+        if rank == 0:
+            store.set(f"ahead/{wraps}/{step}", "")
+        loss.backward()
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_rank_0_waits_for_nobody(pool3: Pool, wraps: bool):
+    pool3.run(ahead, wraps)
