@@ -98,7 +98,7 @@ class Agreement:
         backend = self._backend()
         assert backend is not None
         if event.kind in (GRAPH, HOOK, END):
-            backend.confirm_comm_hook(group)
+            backend.confirm_hooks(group)
         if self._closed and not backend.joining and event.kind in (GRAPH, END):
             event = event.bare
             known = self._static.get(event.record)

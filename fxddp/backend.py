@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.optim import Optimizer
 
 from . import _compat
 from .agreement import Agreement
@@ -21,6 +22,7 @@ from .config import MIB, Settings, make_settings, split_options
 from .decision import Decision
 from .group import Group, GroupLookup
 from .modules import Modules, owners
+from .optimizer import OptimizerInBackward
 from .passes.plan import BucketPlan
 from .replica import Replica
 from .site import Site, inspect
@@ -37,6 +39,7 @@ class Backend:
 
     Attributes:
         comm_hook: what runs on every bucket in place of the all-reduce, or None.
+        optimizer: what updates parameters in backward, or None.
         joining: ranks may run out of inputs, under `join`.
         shadowed_launches: buckets of the running backward of the others that this rank took part in without inputs.
         divide_by_initial_world_size: gradients are then divided by the number of all ranks, not of those with inputs.
@@ -54,14 +57,18 @@ class Backend:
         self.log = EventLog()
         self.sites: list[Site] = []
         self.comm_hook: CommHook | None = None
+        self.optimizer: OptimizerInBackward | None = None
         self.joining = False
         self.shadowed_launches = 0
         self.divide_by_initial_world_size = True
+        self._confirmed: tuple[Group, tuple[str, str]] | None = None
         self._running: dict[int, Backward] = {}
         self._lock = threading.Lock()
         self._local_scopes: list[frozenset[int] | None] = []
         if settings.comm_hook is not None:
             self.register_comm_hook(None, hook_of(settings.comm_hook))
+        if settings.optimizer is not None:
+            self.register_optimizer(settings.optimizer)
 
     def __repr__(self) -> str:
         settings = self.settings
@@ -151,6 +158,11 @@ class Backend:
         """Whether a backward runs, such as the one around a re-entrant checkpoint's."""
         return bool(self._running)
 
+    def around(self, backward: Backward) -> Backward | None:
+        """The outermost running backward, if that is another one: around a re-entrant checkpoint's."""
+        outermost = next(iter(self._running.values()), backward)
+        return None if outermost is backward else outermost
+
     def forget(self, backward: Backward) -> None:
         """Called when a backward is over."""
         self._running.pop(backward.task, None)
@@ -210,12 +222,41 @@ class Backend:
             )
         self.comm_hook = CommHook(state, hook)
 
-    def confirm_comm_hook(self, group: Group) -> None:
-        """Compares a new hook with the other ranks', who would otherwise start other collectives."""
-        hook = self.comm_hook
-        if hook is not None and hook.confirmed_by is not group:
-            hook.confirmed_by = group
-            self.replica.agree_on_hook(hook.name, group)
+    @property
+    def hook_names(self) -> tuple[str, str]:
+        """What runs on buckets besides the all-reduce: the communication hook and the optimizer."""
+        return str(self.comm_hook and self.comm_hook.name), str(self.optimizer and self.optimizer.name)
+
+    def confirm_hooks(self, group: Group) -> None:
+        """Compares new hooks with the other ranks', who would otherwise start other collectives or train otherwise."""
+        if self.comm_hook is None and self.optimizer is None:
+            return
+        confirmed = (group, self.hook_names)
+        if self._confirmed != confirmed:
+            self._confirmed = confirmed
+            self.replica.agree_on_hooks(self.hook_names, group)
+
+    # --- optimizer in backward --------------------------------------------------------------------
+
+    def register_optimizer(self, optimizer: Optimizer) -> None:
+        """Has an optimizer update its parameters at the end of every synchronised backward, bucket by bucket.
+
+        The weights are those of `optimizer.step()` after the backward, which then finds no gradients and does nothing;
+        so do `zero_grad` and, with an error, `clip_grad_norm_`. Gradients accumulate under `no_sync` and are used with
+        those of the next synchronised backward. Learning rate schedulers and the optimizer's `state_dict` work as ever.
+        With inner="inductor" updates of torch's own optimizers are compiled, bucket by bucket, unless `fused=True`.
+        A `GradScaler` or anything else that looks at gradients before the step cannot be combined with it.
+
+        Args:
+            optimizer: over any of the parameters; others keep their gradients.
+
+        Raises:
+            RuntimeError: there is one already.
+            ValueError: it cannot update parameters one by one.
+        """
+        if self.optimizer is not None:
+            raise RuntimeError(f"this backend updates parameters with {self.optimizer.name} already")
+        self.optimizer = OptimizerInBackward(optimizer, compiles=self.settings.inductor)
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -246,6 +287,7 @@ def backend(
     static_graph: bool = False,
     keep_graphs: bool = False,
     comm_hook: str | Callable[..., Any] | None = None,
+    optimizer: Optimizer | None = None,
 ) -> Backend:
     """Makes a backend for `torch.compile` that trains data-parallel.
 
@@ -268,6 +310,8 @@ def backend(
         keep_graphs: keep all graphs for `fxddp.explain`, at the cost of host memory.
         comm_hook: what runs on every bucket in place of the averaging all-reduce: "fp16" or "bf16" (half the bytes), or
             a hook of DistributedDataParallel's that needs no state; see `Backend.register_comm_hook`.
+        optimizer: updates its parameters in backward, each when its bucket has arrived, while others still travel, and
+            takes their gradients; see `Backend.register_optimizer`.
 
     Raises:
         ValueError: an argument is not allowed; names argument, value and what is allowed.
@@ -287,5 +331,6 @@ def backend(
             static_graph=static_graph,
             keep_graphs=keep_graphs,
             comm_hook=comm_hook,
+            optimizer=optimizer,
         )
     )

@@ -36,8 +36,15 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .call import Binding, Call
     from .group import Group
+    from .optimizer import OptimizerInBackward
 
 _grad = attrgetter("grad")
+
+
+NESTED = (
+    "an optimizer in backward cannot tell when a re-entrant checkpoint's backward is over, because nothing around it "
+    "is compiled: use torch.utils.checkpoint with use_reentrant=False, or call optimizer.step() yourself"
+)
 
 
 class Launched:
@@ -90,6 +97,8 @@ class Backward:
         self._stood_in: dict[int, Tensor] = {}
         self._strangers: list[Tensor] = []
         self._explored = False
+        self._later: dict[int, Tensor] = {}
+        self._nested = backend.optimizer is not None and _compat.is_nested()
         _compat.queue_callback(_AtEnd(self))
 
     @property
@@ -347,7 +356,8 @@ class Backward:
         for stranger in self._strangers:
             if stranger.grad is not None:
                 self._local[id(stranger)] = stranger
-        if self._synchronises(self._local.keys()):
+        synchronises = self._synchronises(self._local.keys())
+        if synchronises:
             self.record.sync = True
             self.group = self.group or backend.lookup()
             if self.group is not None:
@@ -357,11 +367,7 @@ class Backward:
         for launched, bucket, flat in self._lazy:
             launched.views = bucket_views(bucket, flat)
         self._lazy.clear()
-        for launched in self._launched:
-            self.wait(launched)
-        for launched in self._launched:
-            self._write(launched)
-            launched.views = None
+        self._write_all(backend.optimizer if synchronises else None)
         for parameter in self._stood_in.values():  # autograd has accumulated nothing here, and called nobody
             _compat.run_other_accumulation_hooks(parameter)
         for parameter, kept in self._aside.values():
@@ -382,7 +388,7 @@ class Backward:
                 END, (tuple(sorted(rest)),) if rest else (), details=details, owner=backend.replica.owner(group)
             )
             proposal = backend.agreement.announce(event, group, carried=bool(self._carried))
-            for launched in self._launched:
+            for launched in self._launched if backend.optimizer is None else ():
                 self.wait(launched)
             decision = proposal.decision()
             self.follow_decision(decision)
@@ -437,8 +443,39 @@ class Backward:
             self.group.wait(launched.work, lambda: f"average {self._names(launched.parameters)}")
             launched.work = None
 
+    def _write_all(self, optimizer: "OptimizerInBackward | None") -> None:
+        """Waits for each bucket and updates its parameters, while those after it travel; see Note [update]."""
+        if optimizer is None:
+            for launched in self._launched:
+                self.wait(launched)
+            for launched in self._launched:
+                self._write(launched)
+            return
+        outer = self.backend.around(self) if self._nested else None
+        if self._nested and outer is None:
+            raise RuntimeError(NESTED)
+        last = {id(p): launched for launched in self._launched for p in launched.parameters}
+        for launched in self._launched:
+            self.wait(launched)
+            self._write(launched)
+            ready = [p for p in launched.parameters if last[id(p)] is launched and id(p) not in self._later]
+            if outer is None:
+                optimizer.update(ready)
+            else:
+                outer.update_later(ready)
+        if self.group is None:
+            self.update_later(self._local.values())
+        if outer is None:
+            optimizer.update(self._later.values())
+        else:
+            outer.update_later(self._later.values())
+
+    def update_later(self, parameters: Iterable[Tensor]) -> None:
+        """Has parameters updated at the very end: a backward inside this one has averaged gradients for them."""
+        self._later.update((id(p), p) for p in parameters)
+
     def _write(self, launched: Launched) -> None:
-        views = launched.views
+        views, launched.views = launched.views, None
         assert views is not None
         taken = self._taken
         if not taken and not self._returned and all(map(is_, map(_grad, launched.parameters), repeat(None))):

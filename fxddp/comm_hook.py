@@ -122,7 +122,6 @@ class CommHook:
                 f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor], got {result!r}"
             )
         self.name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        self.confirmed_by: Group | None = None
         self._state = state
         self._hook = hook
         self._last: HookWork | None = None

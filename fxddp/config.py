@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from . import _compat
 
@@ -30,6 +31,7 @@ class Settings:
     static_graph: bool
     keep_graphs: bool
     comm_hook: str | Callable[..., Any] | None = None
+    optimizer: Optimizer | None = None
     caps: tuple[int, ...] = ()
     run_backward: bool = True
 
@@ -54,6 +56,7 @@ def make_settings(
     static_graph: bool = False,
     keep_graphs: bool = False,
     comm_hook: str | Callable[..., Any] | None = None,
+    optimizer: Optimizer | None = None,
     bucket_mb_list: Sequence[float] = (),
 ) -> Settings:
     """Checks the arguments of `fxddp.backend`; each error names argument, value and what is allowed.
@@ -85,6 +88,7 @@ def make_settings(
         raise ValueError(f"comm_hook must be one of {COMM_HOOKS}, a hook (state, bucket), or None, got {comm_hook!r}")
     return Settings(
         comm_hook=comm_hook,
+        optimizer=optimizer,
         cap=_bytes("bucket_mb", bucket_mb),
         first_cap=_bytes("first_bucket_mb", first_bucket_mb),
         process_group=process_group,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import _compat
 from . import ddp_arguments as checked
 from . import mixed_precision as precision
 from ._compat import data_parallel as stock
@@ -130,6 +131,7 @@ class DistributedDataParallel(Members):
         split: bool = True,
         keep_graphs: bool = False,
         comm_hook: str | Callable[..., Any] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         dynamic: bool | None = None,
         fullgraph: bool = False,
     ) -> None:
@@ -191,6 +193,7 @@ class DistributedDataParallel(Members):
             static_graph=static_graph,
             keep_graphs=keep_graphs,
             comm_hook=comm_hook,
+            optimizer=optimizer,
             bucket_mb_list=caps[1:],
         )
         self._compile: dict[str, Any] | None = {"dynamic": dynamic, "fullgraph": fullgraph} if compile else None
@@ -207,7 +210,7 @@ class DistributedDataParallel(Members):
         self._has_buffers = bool(self.backend.shared_buffers())  # looked up once: it takes a walk over all modules
         self._run = precision.runner(self.mixed_precision, frozenset(self.parameters_to_ignore))
         if self._compile is not None:
-            run = stock.with_own_code(self._run, f"forward_{next(_instances)}_of_{type(self.module).__name__}")
+            run = _compat.with_own_code(self._run, f"forward_{next(_instances)}_of_{type(self.module).__name__}")
             self._run = torch.compile(run, backend=self.backend, **self._compile)
 
     def _first_contact(self, *, send: bool, send_buffers: bool) -> None:

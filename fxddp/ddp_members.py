@@ -17,6 +17,7 @@ from .ddp_logging import ForwardClock, logging_data
 from .group import GroupLookup
 from .join import Shadow
 from .module_backend import ModuleBackend
+from .optimizer import optimizer_over
 
 
 class Members(nn.parallel.DistributedDataParallel):
@@ -129,7 +130,16 @@ class Members(nn.parallel.DistributedDataParallel):
         self.register_comm_hook(None, stock.builtin_hook(comm_hook_type))
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        raise NotImplementedError(_later("_register_fused_optim"))
+        """Has an optimizer update parameters in backward; see `Backend.register_optimizer`.
+
+        Args:
+            optim: a class of `torch.optim`.
+            args: for its constructor, after the parameters.
+            optim_params: the parameters it is for; None for all.
+            kwargs: for its constructor.
+        """
+        parameters = self._module_parameters if optim_params is None else optim_params
+        self.backend.register_optimizer(optimizer_over(optim, parameters, *args, **kwargs))
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         raise NotImplementedError("_set_sparse_metadata: fxddp averages sparse gradients as dense ones")
@@ -139,12 +149,6 @@ class Members(nn.parallel.DistributedDataParallel):
             "_remove_autograd_hooks: there is no Reducer whose hooks could be removed; use .module to train without "
             "averaging"
         )
-
-
-def _later(what: str) -> str:
-    return (
-        f"{what}: fxddp.DistributedDataParallel has no communication hooks yet; it averages in the gradients' own dtype"
-    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

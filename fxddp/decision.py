@@ -33,9 +33,9 @@ END = "the end of the backward"
 BUFFERS = "the buffers before a forward"
 FORWARD = "a forward under join"
 CONTACT = "first contact"
-COMM_HOOK = "the first use of a communication hook"
+HOOKS = "the first use of a communication hook or an optimizer in backward"
 JOINED = "no more inputs"
-KINDS = (GRAPH, HOOK, END, BUFFERS, FORWARD, CONTACT, COMM_HOOK, JOINED)
+KINDS = (GRAPH, HOOK, END, BUFFERS, FORWARD, CONTACT, HOOKS, JOINED)
 
 
 @dataclass(frozen=True)
@@ -236,17 +236,24 @@ def _difference(active: dict[int, Event], name: Callable[[int], str]) -> str:
             f"tensor hooks sit on {some(first.hooked, name) or 'nothing'} on rank {rank} and on "
             f"{some(event.hooked, name) or 'nothing'} on rank {other}"
         )
-    if event.kind == COMM_HOOK:
-        return (
-            f"the communication hook differs between ranks: {event.details} on rank {other}, {first.details} on rank "
-            f"{rank}. Register the same on all ranks"
-        )
+    if event.kind == HOOKS:
+        return hooks_differ(f"rank {other}", event.details, f"rank {rank}", first.details)
     if event.kind == BUFFERS:
         return (
             f"ranks break the model into different graphs, whose buffers differ: {'; '.join(parts)}. Use "
             "fxddp.DistributedDataParallel, which sends all buffers at once, or forward_sync_buffers=False"
         )
     return f"ranks reduce different parameters in the same backward (at {first.kind}): {'; '.join(parts)}. {REMEDY}"
+
+
+def hooks_differ(one: str, mine: Sequence[str], other: str, theirs: Sequence[str]) -> str:
+    """Says how the communication hooks and optimizers of two ranks differ."""
+    kind = 0 if mine[0] != theirs[0] else 1
+    what = ("communication hook", "optimizer in backward")[kind]
+    return (
+        f"the {what} differs between ranks: {mine[kind]} on {one}, {theirs[kind]} on {other}. Register the same on all "
+        "ranks"
+    )
 
 
 def _where(event: Event, name: Callable[[int], str]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from .channel import RanksDisagree
-from .decision import BUFFERS, COMM_HOOK, END, FORWARD, JOINED, Decision, Event
+from .decision import BUFFERS, END, FORWARD, HOOKS, JOINED, Decision, Event, hooks_differ
 from .packing import empty_bucket, packs
 from .values import send
 
@@ -111,7 +111,7 @@ def _is_over(seen: list[Any], own: int) -> bool:
 
 @torch.no_grad()
 def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> None:
-    if step.kind == COMM_HOOK:
+    if step.kind == HOOKS:
         _compare_hook(backend, group, step)
         return
     if step.kind == BUFFERS and step.details:
@@ -147,9 +147,6 @@ def _reduce_zeros(backend: "Backend", group: "Group", tensors: list[list[Tensor]
 
 
 def _compare_hook(backend: "Backend", group: "Group", step: Event) -> None:
-    own = None if backend.comm_hook is None else backend.comm_hook.name
-    if own != step.details:
-        raise RanksDisagree(
-            f"the communication hook differs between ranks: {own} on rank {group.rank}, which has no inputs left, "
-            f"{step.details} on others. Register the same on all ranks"
-        )
+    if list(backend.hook_names) != list(step.details):
+        mine = f"rank {group.rank}, which has no inputs left"
+        raise RanksDisagree(hooks_differ(mine, backend.hook_names, "others", step.details))

@@ -17,7 +17,7 @@ from torch import Tensor
 from .channel import RanksDisagree
 from .compiler import source_digest
 from .config import MIB
-from .decision import BUFFERS, COMM_HOOK, CONTACT, Event
+from .decision import BUFFERS, CONTACT, HOOKS, Event
 from .packing import packs
 from .passes.layout import contiguous_strides, gradient_strides
 from .values import broadcast_values, send_before_forward
@@ -172,15 +172,15 @@ class Replica:
             self._met[identity] = (reference, group, number)
             self._by_number[number] = (reference, name)
 
-    def agree_on_hook(self, name: str, group: "Group") -> None:
-        """Checks that all ranks have the same communication hook. A collective.
+    def agree_on_hooks(self, names: Sequence[str], group: "Group") -> None:
+        """Checks that all ranks have the same communication hook and optimizer in backward. A collective.
 
         Raises:
             RanksDisagree: on every rank.
         """
         backend = self._backend()
         assert backend is not None
-        backend.agreement.announce(Event(COMM_HOOK, details=name, owner=self.owner(group)), group).decision()
+        backend.agreement.announce(Event(HOOKS, details=names, owner=self.owner(group)), group).decision()
 
     def _agree(self, mine: Any, group: "Group", compare: Callable[[int, Any, Any], None]) -> None:
         """Has `compare(rank, theirs, rank 0's)` look at what differs between ranks."""

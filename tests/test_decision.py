@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from fxddp.decision import (
     BUFFERS,
-    COMM_HOOK,
     CONTACT,
     END,
     FORWARD,
     GRAPH,
     HOOK,
+    HOOKS,
     JOINED,
     KINDS,
     Decision,
@@ -114,7 +114,7 @@ def test_the_same_step_needs_no_thought():
     assert decide([event, event], find_unused=False, name=str) == event.alone
 
 
-@pytest.mark.parametrize("kind", [HOOK, BUFFERS, CONTACT, COMM_HOOK, FORWARD])
+@pytest.mark.parametrize("kind", [HOOK, BUFFERS, CONTACT, HOOKS, FORWARD])
 @pytest.mark.parametrize("other", KINDS)
 def test_steps_that_cannot_meet(kind: str, other: str):
     events = [Event(kind, ((1, 2),)), Event(other, ((1, 3),))]

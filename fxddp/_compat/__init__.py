@@ -14,6 +14,7 @@ from .autograd import (
     hooks_after_accumulation,
     hooks_before_accumulation,
     in_backward,
+    is_nested,
     keep_until_read,
     no_view,
     put_first,
@@ -58,6 +59,7 @@ from .dynamo import (
     placeholder_example,
     placeholder_source,
     plain_names,
+    with_own_code,
 )
 from .groups import (
     group_exists,
@@ -65,10 +67,17 @@ from .groups import (
     group_timeout,
     store_host,
 )
+from .optimizer import (
+    before_clipping,
+    has_step_hooks,
+    note_step,
+    part_of,
+)
 
 __all__ = [
     "accumulates",
     "aot_compile",
+    "before_clipping",
     "below_autograd",
     "bypass_cache",
     "compile_wrapper",
@@ -88,6 +97,7 @@ __all__ = [
     "group_exists",
     "group_store",
     "group_timeout",
+    "has_step_hooks",
     "hooks_after_accumulation",
     "hooks_before_accumulation",
     "in_backward",
@@ -97,16 +107,19 @@ __all__ = [
     "inductor_mode",
     "inductor_piece",
     "inner_backend",
+    "is_nested",
     "keep_until_read",
     "load_piece",
     "mark_boxed",
     "mutated_inputs",
     "no_recompile_limit",
     "no_view",
+    "note_step",
     "on_compile",
     "on_frame",
     "output_code_class",
     "output_descriptors",
+    "part_of",
     "placeholder_example",
     "placeholder_source",
     "plain_names",
@@ -120,4 +133,5 @@ __all__ = [
     "store_host",
     "task_id",
     "upstream_leaves",
+    "with_own_code",
 ]

@@ -1,5 +1,6 @@
 """Autograd: what the running backward will do, and the hooks of a parameter."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -146,3 +147,18 @@ def run_other_accumulation_hooks(parameter: Tensor) -> None:
 def data_version(tensor: Tensor) -> int:
     """Changes when a tensor is written to."""
     return tensor._version
+
+
+def is_nested() -> bool:
+    """Whether the running backward was started inside another one's node, as by a re-entrant checkpoint."""
+    frame, started = sys._getframe(1), False
+    while frame is not None:
+        started = started or frame.f_code is _ENGINE
+        if started and frame.f_code is _NODE:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_NODE = torch.autograd.function.BackwardCFunction.apply.__code__

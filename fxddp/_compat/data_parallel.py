@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -73,12 +72,6 @@ def active() -> bool:
 def on_module_set(hook: Callable[[nn.Module, str, nn.Module], None]) -> RemovableHandle:
     """Has `hook(parent, name, child)` called before any module becomes an attribute of another."""
     return nn.modules.module.register_module_module_registration_hook(hook)
-
-
-def with_own_code(function: Any, name: str) -> Any:
-    """The same function with a code object of its own: Dynamo counts recompiles, and learns sizes, by code object."""
-    code = function.__code__.replace(co_name=name, co_qualname=name)
-    return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
 def builtin_hook(kind: Any) -> Callable[..., Any]:

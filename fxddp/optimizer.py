@@ -1,0 +1,164 @@
+"""Optimizer in backward: parameters are updated when their bucket has arrived, while other buckets still travel.
+
+Note [update]: the end of a backward waits for the buckets in the order they were launched. A parameter whose last
+contribution has arrived is updated there, and its gradient goes no further. By then all of the backward has run, so
+nothing reads the old value any more; what the update hides is the communication behind it.
+
+An update is the user's optimizer's own `step`, on a part of its parameters: the same kernels, settings read anew each
+time (so that learning rate schedulers work), and one state, so that its `state_dict` is as after `step()`.
+"""
+
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import _compat
+
+KEPT_PARTS = 256
+
+_numbers = itertools.count()
+_updated: dict[int, "weakref.ref[Tensor]"] = {}
+"""Parameters that some backward updates."""
+
+
+class OptimizerInBackward:
+    """Updates parameters with a user's optimizer, some at a time.
+
+    Args:
+        optimizer: over the parameters to update; others keep their gradients.
+        compiles: compile the update, if the optimizer is one of torch's and has no fused kernel (`fused=True`).
+
+    Raises:
+        ValueError: it is no optimizer, or one that cannot update parameters one by one.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, compiles: bool) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"optimizer must be a torch.optim.Optimizer over the parameters to update, got {optimizer!r}"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("optimizer=LBFGS evaluates the loss several times in a step: it cannot run in backward")
+        if _compat.has_step_hooks(optimizer):
+            raise ValueError(
+                "optimizer has hooks around its step, which runs once for each bucket in backward: remove them"
+            )
+        self._optimizer = optimizer
+        ours = type(optimizer).__module__.startswith("torch.optim")
+        self._compiles = compiles and ours and not any(group.get("fused") for group in optimizer.param_groups)
+        self._group_of: dict[int, int] = {}
+        self._parts: dict[tuple[int, ...], _Part] = {}
+        _compat.before_clipping(_refuse_clipping)
+
+    @property
+    def name(self) -> str:
+        """The optimizer's class."""
+        return type(self._optimizer).__qualname__
+
+    def update(self, parameters: Iterable[Tensor]) -> None:
+        """Updates those of these parameters that have a gradient and that the optimizer knows; takes the gradients."""
+        if len(self._group_of) != sum(len(group["params"]) for group in self._optimizer.param_groups):
+            groups = enumerate(self._optimizer.param_groups)
+            self._group_of = {id(p): i for i, group in groups for p in group["params"]}
+            self._parts.clear()
+        ready = [p for p in parameters if p.grad is not None and id(p) in self._group_of]
+        if not ready:
+            return
+        key = tuple(map(id, ready))
+        part = self._parts.get(key)
+        if part is None:
+            if len(self._parts) >= KEPT_PARTS:  # routed models may have ever new combinations
+                self._parts.clear()
+            part = self._parts[key] = _Part(self._optimizer, self._group_of, ready, compiles=self._compiles)
+            _updated.update((id(p), weakref.ref(p)) for p in ready)
+        part.step()
+        _compat.note_step(self._optimizer)
+        for parameter in ready:
+            parameter.grad = None
+
+
+class _Part:
+    """The optimizer for some of its parameters."""
+
+    def __init__(
+        self, optimizer: Optimizer, group_of: dict[int, int], parameters: Sequence[Tensor], *, compiles: bool
+    ) -> None:
+        self._whole = optimizer
+        self._groups = sorted({group_of[id(p)] for p in parameters})
+        members: dict[int, list[Tensor]] = {i: [] for i in self._groups}
+        for parameter in parameters:
+            members[group_of[id(parameter)]].append(parameter)
+        self._part = _compat.part_of(optimizer, [{"params": members[i]} for i in self._groups])
+        self._rates: list[Tensor | None] = [None] * len(self._groups)
+        self._compiled: Any = None
+        self._fixed: Any = None
+        self._state: Any = None
+        if compiles:
+            part = self._part
+
+            def update() -> None:
+                part.step()
+
+            self._compiled = torch.compile(_compat.with_own_code(update, f"update_{next(_numbers)}"))
+
+    def step(self) -> None:
+        """Updates the parameters from their gradients."""
+        settings = [
+            {name: value for name, value in self._whole.param_groups[i].items() if name != "params"}
+            for i in self._groups
+        ]
+        if self._compiled is not None:
+            fixed = [{**each, "lr": None} for each in settings]
+            if self._fixed is not None and fixed != self._fixed:  # a momentum schedule: compiled anew in every step
+                self._compiled = None
+            self._fixed = fixed
+        for mine, theirs in zip(self._part.param_groups, settings, strict=True):
+            mine.update(theirs)
+        if self._compiled is None:
+            self._part.state = self._whole.state
+            self._part.step()
+        elif (
+            self._state is not self._whole.state
+        ):  # the first time, and after `load_state_dict`: state comes into being
+            self._state = self._part.state = self._whole.state
+            self._part.step()
+            members = [p for group in self._part.param_groups for p in group["params"] if p in self._state]
+            self._part.state = defaultdict(dict, {p: self._state[p] for p in members})
+        else:
+            self._run_compiled()
+
+    def _run_compiled(self) -> None:
+        for i, group in enumerate(self._part.param_groups):
+            rate = self._rates[i]
+            if rate is None:
+                rate = self._rates[i] = torch.empty((), dtype=torch.float64)
+            rate.fill_(group["lr"])
+            group["lr"] = rate  # a number would be compiled in
+        self._compiled()
+
+
+def optimizer_over(optim: type[Optimizer], parameters: Iterable[nn.Parameter], *args: Any, **kwargs: Any) -> Optimizer:
+    """What `_register_fused_optim` is asked for.
+
+    Raises:
+        ValueError: `optim` is no optimizer class.
+    """
+    if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
+        raise ValueError(f"optim must be a class of torch.optim's optimizers, got {optim!r}")
+    return optim(list(parameters), *args, **kwargs)
+
+
+def _refuse_clipping(parameters: Iterable[Tensor]) -> None:
+    gone = [tuple(p.shape) for p in parameters if p.grad is None and id(p) in _updated and _updated[id(p)]() is p]
+    if gone:
+        raise RuntimeError(
+            f"clip_grad_norm_ came after the backward that has updated {len(gone)} of these parameters already (the "
+            f"first of shape {gone[0]}) and taken their gradients: with an optimizer in backward there is nothing left "
+            "to clip. Clip without optimizer=…, and call optimizer.step() yourself"
+        )

@@ -1,0 +1,380 @@
+"""Optimizer in backward: the weights of `step()` after the backward, updated while other buckets travel."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer, lr_scheduler
+from torch.utils.checkpoint import checkpoint
+
+import fxddp
+from tests.live.lab import (
+    SMALL,
+    Mlp,
+    buckets,
+    compiled,
+    data,
+    error_of,
+    expect,
+    expect_equal,
+    loss_of,
+    seeded,
+    small_backend,
+)
+from tests.live.pool import Pool
+
+Stock = nn.parallel.DistributedDataParallel
+Make = Callable[[Any], Optimizer]
+
+
+def optimizer_of(kind: str, module: nn.Module) -> Optimizer:
+    """A new optimizer over a module, with two groups."""
+    biases = [p for p in module.parameters() if p.ndim == 1]
+    rest = [p for p in module.parameters() if p.ndim != 1]
+    groups = [{"params": rest, "weight_decay": 0.1}, {"params": biases, "lr": 0.02}]
+    makers: dict[str, Make] = {
+        "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
+        "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
+        "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+        "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    }
+    return makers[kind](groups)
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters())
+
+
+def trained(rank: int, world: int, kind: str, wraps: bool, inner: str) -> None:
+    """Against the same optimizer stepped after the backward, under stock DDP; schedule, accumulation, checkpoint."""
+    module, reference = seeded(0, Mlp), seeded(0, Mlp)
+    optimizer = optimizer_of(kind, module)
+    options: dict[str, Any] = {"optimizer": optimizer, "inner": inner}
+    model: Any
+    if wraps:
+        model = fxddp.DistributedDataParallel(module, bucket_cap_mb=SMALL, first_bucket_mb=SMALL, **options)
+        backend = model.backend
+    else:
+        model, backend = compiled(module, **options)
+    stock = Stock(reference, bucket_cap_mb=SMALL)
+    stepped = optimizer_of(kind, reference)
+    schedules = [lr_scheduler.ExponentialLR(o, 0.9) for o in (optimizer, stepped)]
+    tol = 0.0 if inner == "aot_eager" else 1e-5
+    for step in range(6):
+        for accumulated in range(2 if step % 3 == 1 else 0):
+            local = fxddp.no_sync(model) if not wraps else model.no_sync()
+            with local, stock.no_sync():
+                loss_of(model, 100 + accumulated).backward()
+                loss_of(stock, 100 + accumulated).backward()
+        loss_of(model, step).backward()
+        expect(all(p.grad is None for p in module.parameters()), f"step {step}: a gradient is left")
+        optimizer.step()  # a training loop may stay as it is
+        optimizer.zero_grad()
+        loss_of(stock, step).backward()
+        stepped.step()
+        stepped.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+        expect_equal(weights(module), weights(reference), f"{kind}, step {step}", tol=tol)
+        if step == 3:
+            stepped.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    expect(buckets(backend) >= 3, "several buckets")
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "fused", "Adagrad"])
+def test_the_weights_of_a_step_after_the_backward(pool: Pool, kind: str, wraps: bool):
+    pool.run(trained, kind, wraps, "aot_eager")
+
+
+def compiled_updates(rank: int, world: int) -> None:
+    trained(rank, world, "AdamW", False, "inductor")
+    module = seeded(0, Mlp)
+    optimizer = optimizer_of("SGD", module)
+    model, _ = compiled(module, inner="inductor", optimizer=optimizer)
+    for step in range(12):
+        if step == 2:
+            counters.clear()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        loss_of(model, step).backward()
+    expect(not counters["stats"]["unique_graphs"], f"recompiled: {counters['stats']}")
+
+
+def test_compiled_updates_are_not_compiled_again(pool: Pool):
+    pool.run(compiled_updates)
+
+
+def overlapped(rank: int, world: int) -> None:
+    """The last bucket only comes back when the first one's parameters are new: forever, if updates waited for all."""
+    module = seeded(0, Mlp)
+    model, backend = compiled(module, optimizer=optimizer_of("SGD", module))
+    first: list[tuple[Tensor, Tensor]] = []
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            first[:] = [(p, p.detach().clone()) for p in bucket.parameters()]
+        averaged = dist.all_reduce(bucket.buffer().div_(world), async_op=True).get_future()
+        if not bucket.is_last():
+            return averaged.then(lambda done: done.value()[0])
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+
+        def give() -> None:
+            averaged.wait()
+            while any(torch.equal(p, old) for p, old in first):
+                time.sleep(0.001)
+            future.set_result(bucket.buffer())
+
+        threading.Thread(target=give).start()
+        return future
+
+    backend.register_comm_hook(None, hook)
+    for step in range(2):
+        loss_of(model, step).backward()
+    expect(buckets(backend) >= 2, "several buckets")
+
+
+def test_updates_while_other_buckets_travel(pool: Pool):
+    pool.run(overlapped)
+
+
+class Broken(nn.Module):
+    """Two graphs and an eager part between them share a weight; one head is for other losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.head, self.other = (nn.Linear(8, 8) for _ in range(4))
+        self.again = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shared(self.first(x).relu()).relu()
+        torch._dynamo.graph_break()
+        x = self._eager(x)
+        return self.head(self.shared(x)) if self.again else self.other(x)
+
+    @torch.compiler.disable
+    def _eager(self, x: Tensor) -> Tensor:
+        return self.shared(x).tanh()
+
+
+class Again(torch.autograd.Function):
+    """Computes a block again in backward, as a re-entrant checkpoint does, but lets it be compiled."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor, *_: Tensor) -> Any:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            result = ctx.block(x)
+        torch.autograd.backward(result, gradient)
+        return None, x.grad, None, None
+
+
+class Block(nn.Module):
+    """One layer, in a module of ours: torch does not compile one of its own alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+class Checkpointed(nn.Module):
+    """One block twice, each time with a backward of its own inside the backward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.block, self.head = Block(), Block(), Block()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        twice = self._twice if self.kind == "function" else torch.compiler.disable(self._twice)
+        return self.head(twice(self.first(x)))
+
+    def _twice(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            if self.kind == "checkpoint":
+                x = checkpoint(self.block, x, use_reentrant=True).tanh()
+            else:
+                x = Again.apply(self.block, x, *self.block.parameters()).tanh()
+        return x
+
+
+def shared_weights(rank: int, world: int, kind: str) -> None:
+    make = Broken if kind == "graphs" else partial(Checkpointed, kind)
+    module, reference = seeded(0, make), seeded(0, make)
+    backend = small_backend(optimizer=torch.optim.AdamW(module.parameters(), lr=0.01))
+    model = module
+    if kind == "function":
+        for each in (module, reference):  # so that nothing compiled runs before the inner backwards
+            each.head.requires_grad_(False)
+        module.first.compile(backend=backend)
+        module.block.compile(backend=backend)
+    else:
+        model = torch.compile(module, backend=backend)
+    stepped = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for step in range(4):
+        loss_of(model, step).backward()
+        losses = [loss_at(reference, step, r) for r in range(world)]
+        (sum(losses[1:], losses[0]) / world).backward()
+        stepped.step()
+        stepped.zero_grad()
+        expect_equal(weights(module), weights(reference), f"{kind}, step {step}", tol=1e-5)
+
+
+def loss_at(module: nn.Module, i: int, rank: int) -> Tensor:
+    """`loss_of` another rank's batch."""
+    return module(data(i, 6, 8, rank=rank)).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["graphs", "checkpoint", "function"])
+def test_weights_used_several_times_are_updated_once(pool: Pool, kind: str):
+    pool.run(shared_weights, kind)
+
+
+def routed(rank: int, world: int) -> None:
+    """With find_unused_parameters: what no rank uses stays as it is; parameters without optimizer keep `.grad`."""
+    module = seeded(0, Broken)
+    known = [p for name, p in module.named_parameters() if not name.startswith("first")]
+    optimizer = torch.optim.SGD(known, lr=0.1, weight_decay=0.5)
+    model = fxddp.DistributedDataParallel(
+        module, inner="aot_eager", find_unused_parameters=True, optimizer=optimizer, bucket_cap_mb=SMALL
+    )
+    for again in ((0, 2)[rank], 2, 0):
+        module.again = again
+        before = {name: p.detach().clone() for name, p in module.named_parameters()}
+        module.zero_grad()
+        loss_of(model, 0).backward()
+        used = [0] * world
+        dist.all_gather_object(used, again)
+        changed = {name.split(".")[0] for name, p in module.named_parameters() if not torch.equal(p, before[name])}
+        heads = {"head" if each else "other" for each in used}
+        expect(changed == {"shared", *heads}, f"{changed} changed where ranks used {heads}")
+        expect(module.first.weight.grad is not None, "first has no optimizer")
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, {name: p.sum().item() for name, p in module.named_parameters()})
+    expect(everyone[0] == everyone[-1], "equal weights on all ranks")
+
+
+def test_different_parameters_on_ranks(pool: Pool):
+    pool.run(routed)
+
+
+def failed(rank: int, world: int) -> None:
+    """A backward that raises updates nothing."""
+    module = seeded(0, Mlp)
+    model, _ = compiled(module, optimizer=optimizer_of("SGD", module))
+    loss_of(model, 0).backward()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    x = data(1, 6, 8).requires_grad_()
+
+    def interrupt(gradient: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    hidden = x * 1.0
+    hidden.register_hook(interrupt)
+    error_of(lambda: model(hidden).sum().backward())
+    expect_equal(weights(module), before, "after an error")
+    loss_of(model, 2).backward()
+
+
+def test_a_backward_that_fails(pool: Pool):
+    pool.run(failed)
+
+
+def differing(rank: int, world: int, late: bool) -> str:
+    module = seeded(0, Mlp)
+    kind = ("SGD", "AdamW")[rank]
+    model, backend = compiled(module, **({} if late else {"optimizer": optimizer_of(kind, module)}))
+    if late:
+        loss_of(model, 0).backward()
+        backend.register_optimizer(optimizer_of(kind, module))
+    return str(error_of(lambda: loss_of(model, 1).backward()))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_with_different_optimizers(pool: Pool, late: bool):
+    for message in pool.run(differing, late):
+        assert "the optimizer in backward differs between ranks: AdamW on rank 1, SGD on rank 0" in message
+
+
+def clipped(rank: int, world: int) -> str:
+    module = seeded(0, Mlp)
+    model = fxddp.DistributedDataParallel(module, inner="aot_eager")
+    model._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.5)
+    for unknown in (int, nn.Linear, "SGD"):
+        message = str(error_of(partial(model._register_fused_optim, unknown)))  # type: ignore[arg-type]
+        expect("must be a class" in message, message)
+    loss_of(model, 0).backward()
+    return str(error_of(lambda: clip_grad_norm_(model.parameters(), 1.0)))
+
+
+def test_clipping_after_the_update_is_refused(pool: Pool):
+    for message in pool.run(clipped):
+        assert "clip_grad_norm_ came after the backward that has updated 6 of these parameters already" in message
+
+
+def test_clipping_elsewhere_goes_on():
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 10.0)
+    clip_grad_norm_([parameter, nn.Parameter(torch.ones(2))], 1.0)
+    assert parameter.grad.norm().item() == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda _: "SGD", "optimizer must be a torch.optim.Optimizer"),
+        (lambda module: torch.optim.LBFGS(module.parameters()), "LBFGS evaluates the loss several times"),
+        (lambda module: _with_hook(optimizer_of("SGD", module)), "hooks around its step"),
+    ],
+)
+def test_what_is_no_optimizer_for_a_backward(make: Callable[[nn.Module], Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        fxddp.backend(optimizer=make(Mlp()))
+
+
+def _with_hook(optimizer: Optimizer) -> Optimizer:
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def test_two_optimizers_are_refused():
+    module = Mlp()
+    backend = fxddp.backend(optimizer=optimizer_of("SGD", module))
+    with pytest.raises(RuntimeError, match="with SGD already"):
+        backend.register_optimizer(optimizer_of("SGD", module))
+
+
+def test_alone_without_a_process_group():
+    module, reference = seeded(0, Mlp), seeded(0, Mlp)
+    optimizer, stepped = optimizer_of("AdamW", module), optimizer_of("AdamW", reference)
+    model, backend = compiled(module, optimizer=optimizer)
+    for step in range(3):
+        with backend.no_sync() if step == 1 else contextlib.nullcontext():
+            loss_of(model, step).backward()
+        loss_of(reference, step).backward()
+        if step != 1:
+            stepped.step()
+            stepped.zero_grad()
+        expect_equal(weights(module), weights(reference), f"step {step}", tol=1e-6)
