@@ -108,7 +108,7 @@ class Agreement:
                 self._refuse_news(event)
             else:
                 return Proposal(self, event, group, None, self._next(event.record, known[1]))
-        group.settle()
+        group.confirm()
         return Proposal(self, event, group, group.channel.announce(event.record, self._describe(event), cast))
 
     def _next(self, record: Record, decisions: list[Decision]) -> Decision:

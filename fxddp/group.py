@@ -36,7 +36,7 @@ class Group:
         joint: what was decided where ranks were at different steps, by the records of all; the same on all ranks.
         notices: the backend of `Join`'s first model, and how many of its next forwards' notices were answered.
         taken_together: steps that all ranks took together, so that it is safe to expect the same of them again.
-        unsettled: what was announced and acted upon, before the other ranks' records were there.
+        unconfirmed: what was announced and acted upon, before the other ranks' records were there.
         shadowed: (backend, kind, details) of what a rank without inputs has answered for models whose turn is to come.
     """
 
@@ -51,7 +51,7 @@ class Group:
         self._joint_size = 0
         self.notices = (0, 0)
         self.shadowed: list[tuple[int, str, Any]] = []
-        self.unsettled: Proposal | None = None
+        self.unconfirmed: Proposal | None = None
         self.taken_together: set[Record] = set()
         self._channel: Channel | None = None
         self._sum = dist.AllreduceOptions()
@@ -87,13 +87,13 @@ class Group:
             self._channel = Channel(self)
         return self._channel
 
-    def settle(self) -> None:
+    def confirm(self) -> None:
         """Looks at what the other ranks announced when this one went on without waiting for them.
 
         Raises:
             RanksDisagree: they were at another step.
         """
-        proposal, self.unsettled = self.unsettled, None
+        proposal, self.unconfirmed = self.unconfirmed, None
         if proposal is not None:
             proposal.decision()
 

@@ -49,7 +49,7 @@ class Shadow(JoinHook):
         if group is None or group.size == 1:
             return
         group.shadowed.clear()
-        group.settle()
+        group.confirm()
         last = group.channel.gather(is_last_joiner, lambda: "find out who ran out of inputs last")
         root = max(rank for rank, is_last in enumerate(last) if is_last)
         tensors = [tensor for _, tensor in self._model.shared_tensors()]

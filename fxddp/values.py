@@ -39,7 +39,7 @@ def send_before_forward(backend: "Backend", event: Event, buffers: Sequence[Tens
         if received is not None:
             _from_bytes(buffers, received)
     if event.record in group.taken_together:
-        group.unsettled = proposal
+        group.unconfirmed = proposal
     else:  # ranks may have compiled other graphs
         proposal.decision()
         group.taken_together.add(event.record)
