@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from . import _compat
@@ -27,6 +28,7 @@ from .passes.plan import BucketPlan
 from .replica import Replica
 from .site import Site, inspect
 from .stats import EventLog, Stats
+from .transport import Transport, make_transport
 from .uncovered import Watch, refuse_subclass
 
 __all__ = ["Backend", "backend", "backend_of", "by_name", "no_sync"]
@@ -61,6 +63,7 @@ class Backend:
         self.joining = False
         self.shadowed_launches = 0
         self.divide_by_initial_world_size = True
+        self._transport: tuple[Group, Transport] | None = None
         self._confirmed: tuple[Group, tuple[str, str]] | None = None
         self._running: dict[int, Backward] = {}
         self._lock = threading.Lock()
@@ -215,6 +218,12 @@ class Backend:
             RuntimeError: there is one already.
             TypeError, ValueError: it is no such function.
         """
+        if self.settings.lanes or self.settings.algorithm != "all_reduce":
+            raise RuntimeError(
+                "a communication hook starts its own collectives, but this backend has "
+                f"{len(self.settings.lanes) or 1} process group(s) and algorithm={self.settings.algorithm!r}: make it "
+                "without"
+            )
         if self.comm_hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once: this backend has "
@@ -235,6 +244,12 @@ class Backend:
         if self._confirmed != confirmed:
             self._confirmed = confirmed
             self.replica.agree_on_hooks(self.hook_names, group)
+
+    def transport(self, group: Group) -> Transport:
+        """What buckets travel by. A collective the first time on a group."""
+        if self._transport is None or self._transport[0] is not group:
+            self._transport = (group, make_transport(self.settings, group))
+        return self._transport[1]
 
     # --- optimizer in backward --------------------------------------------------------------------
 
@@ -276,7 +291,9 @@ def backend(
     bucket_mb: float = 25,
     *,
     first_bucket_mb: float = 1,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
+    device_mesh: DeviceMesh | None = None,
+    algorithm: str | None = None,
     inner: Any = "inductor",
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
@@ -295,7 +312,11 @@ def backend(
         bucket_mb: size of a bucket in MiB; gradients are all-reduced bucket by bucket, in the order they become ready.
         first_bucket_mb: size of the first bucket in MiB; a small one starts the communication early.
         process_group: the group to average over; None for the default group. Without `torch.distributed` the model
-            trains alone.
+            trains alone. Of several groups of the same ranks, buckets take the next one in turns.
+        device_mesh: in place of `process_group`: the ranks of a mesh of one dimension, or of two, (nodes, ranks inside
+            a node), for a hierarchical reduction.
+        algorithm: "all_reduce"; "ring", a reduce-scatter and an all-gather; "hierarchical", a reduce-scatter inside a
+            node, an all-reduce across nodes of each rank's part, and an all-gather inside. None for what fits the mesh.
         inner: what compiles forward and the pieces of the backward: "inductor", "aot_eager" (runs the operators one by
             one; for debugging), or a callable `(graph, example_inputs) -> callable`.
         options: inductor's settings, as in `torch.compile`.
@@ -321,6 +342,8 @@ def backend(
             bucket_mb,
             first_bucket_mb=first_bucket_mb,
             process_group=process_group,
+            device_mesh=device_mesh,
+            algorithm=algorithm,
             inner=inner,
             options=options,
             mode=mode,

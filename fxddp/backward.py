@@ -168,10 +168,10 @@ class Backward:
         else:
             launched = Launched(members, views, outside=outside)
         if flat.numel():
+            index = record.launches + record.uncovered_launches
             if hook is None:
-                launched.work = group.all_reduce(flat)
+                launched.work = self.backend.transport(group).start(flat, index)
             else:
-                index = record.launches + record.uncovered_launches
                 launched.work = hook.run(flat, members, index, group, is_last=is_last, names=self._names(members))
             if outside:
                 record.uncovered_launches += 1

@@ -6,9 +6,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from . import _compat
+from .transport import ALGORITHMS
 
 MIB = 1 << 20
 INNER_COMPILERS = ("inductor", "aot_eager")
@@ -32,6 +34,9 @@ class Settings:
     keep_graphs: bool
     comm_hook: str | Callable[..., Any] | None = None
     optimizer: Optimizer | None = None
+    algorithm: str = "all_reduce"
+    lanes: tuple[dist.ProcessGroup, ...] = ()
+    mesh: DeviceMesh | None = None
     caps: tuple[int, ...] = ()
     run_backward: bool = True
 
@@ -45,7 +50,9 @@ def make_settings(
     bucket_mb: float = 25,
     *,
     first_bucket_mb: float = 1,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
+    device_mesh: DeviceMesh | None = None,
+    algorithm: str | None = None,
     inner: str | Callable[..., Any] = "inductor",
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
@@ -78,11 +85,18 @@ def make_settings(
         raise ValueError(
             f"inner must be one of {INNER_COMPILERS} or a callable (graph, inputs) -> callable, got {inner!r}"
         )
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+    group, lanes = _groups(process_group)
+    if device_mesh is not None:
+        group = _group_of(device_mesh, process_group)
+    algorithm = _algorithm(algorithm, device_mesh, lanes)
+    if (lanes or algorithm != "all_reduce") and not split:
         raise ValueError(
-            f"process_group must be a torch.distributed.ProcessGroup that this rank belongs to, or None for the "
-            f"default "
-            f"group, got {process_group!r}"
+            f"split=False keeps the all-reduces inside one graph; {len(lanes) or 1} process_group(s) with "
+            f"algorithm={algorithm!r} need split=True"
+        )
+    if (lanes or algorithm != "all_reduce") and callable(comm_hook):
+        raise ValueError(
+            f"comm_hook starts its own collectives: leave it out, or algorithm={algorithm!r} and process_group lists"
         )
     if comm_hook is not None and not callable(comm_hook) and comm_hook not in COMM_HOOKS:
         raise ValueError(f"comm_hook must be one of {COMM_HOOKS}, a hook (state, bucket), or None, got {comm_hook!r}")
@@ -91,12 +105,56 @@ def make_settings(
         optimizer=optimizer,
         cap=_bytes("bucket_mb", bucket_mb),
         first_cap=_bytes("first_bucket_mb", first_bucket_mb),
-        process_group=process_group,
+        process_group=group,
+        lanes=lanes,
+        algorithm=algorithm,
+        mesh=device_mesh if algorithm == "hierarchical" else None,
         inner=inner,
         options=_inductor_options(inner, options, mode),
         caps=tuple(_bytes("bucket_cap_mb_list", size) for size in bucket_mb_list),
         **flags,
     )
+
+
+def _groups(given: Any) -> tuple[dist.ProcessGroup | None, tuple[dist.ProcessGroup, ...]]:
+    """The group to average over, and the groups that take buckets in turns."""
+    several = isinstance(given, (list, tuple))
+    found = tuple(given) if several else (() if given is None else (given,))
+    if not all(isinstance(group, dist.ProcessGroup) for group in found) or (several and not found):
+        raise ValueError(
+            f"process_group must be a torch.distributed.ProcessGroup that this rank belongs to, a list of such groups "
+            f"of the same ranks, or None for the default group, got {given!r}"
+        )
+    ranks = [dist.get_process_group_ranks(group) for group in found] if several else []
+    if any(each != ranks[0] for each in ranks):
+        raise ValueError(f"process_group: buckets go in turns over groups of the same ranks, got groups of {ranks}")
+    return (found[0] if found else None), (found if len(found) > 1 else ())
+
+
+def _group_of(mesh: Any, process_group: object) -> dist.ProcessGroup | None:
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
+        raise ValueError(
+            f"device_mesh must be a DeviceMesh of one or two dimensions (nodes, ranks inside), got {mesh!r}"
+        )
+    if process_group is not None:
+        raise ValueError("process_group and device_mesh exclude each other: the mesh brings its own groups")
+    return _compat.flat_group(mesh)
+
+
+def _algorithm(name: str | None, mesh: DeviceMesh | None, lanes: Sequence[object]) -> str:
+    two_dimensional = mesh is not None and mesh.ndim == 2
+    if name is None:
+        name = "hierarchical" if two_dimensional else "all_reduce"
+    if name not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {ALGORITHMS} or None, got {name!r}")
+    if (name == "hierarchical") != two_dimensional:
+        raise ValueError(
+            f"algorithm={name!r} does not go with device_mesh={mesh}: 'hierarchical' takes a mesh of two dimensions "
+            "(nodes, ranks inside), the others take one or none"
+        )
+    if lanes and name != "all_reduce":
+        raise ValueError(f"algorithm={name!r} makes its own groups: give one process_group, got {len(lanes)}")
+    return name
 
 
 def _bytes(name: str, mib: float) -> int:

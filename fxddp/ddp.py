@@ -68,7 +68,7 @@ class DistributedDataParallel(Members):
         broadcast_buffers: deprecated.
         init_sync: check shapes and send rank 0's parameters and buffers now. With False they are only checked, at the
             first training forward.
-        process_group: the ranks; None for the default group.
+        process_group: the ranks; None for the default group. A list of groups: see `fxddp.backend`.
         bucket_cap_mb: size of a bucket in MiB.
         find_unused_parameters: ranks may use different parameters in one step.
         check_reduction: deprecated.
@@ -77,7 +77,7 @@ class DistributedDataParallel(Members):
         delay_all_reduce_named_params: see above.
         param_to_hook_all_reduce: see above.
         mixed_precision: torch's `_MixedPrecision`.
-        device_mesh: a mesh of one dimension, in place of `process_group`.
+        device_mesh: a mesh of one dimension, in place of `process_group`; of two with algorithm="hierarchical".
         skip_all_reduce_unused_params: see above.
         bucket_cap_mb_list: see above.
         batched_grad_copy: see above.
@@ -108,7 +108,7 @@ class DistributedDataParallel(Members):
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
@@ -132,6 +132,7 @@ class DistributedDataParallel(Members):
         keep_graphs: bool = False,
         comm_hook: str | Callable[..., Any] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        algorithm: str | None = None,
         dynamic: bool | None = None,
         fullgraph: bool = False,
     ) -> None:
@@ -153,7 +154,7 @@ class DistributedDataParallel(Members):
                 FutureWarning,
                 stacklevel=2,
             )
-        self.process_group = checked.group(process_group, device_mesh)
+        self.process_group = checked.group(process_group, device_mesh, algorithm)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         sync, init_sync_buffers = checked.buffer_flags(broadcast_buffers, forward_sync_buffers)
@@ -182,7 +183,9 @@ class DistributedDataParallel(Members):
         self._settings = make_settings(
             caps[0],
             first_bucket_mb=first,
-            process_group=None if self.process_group is dist.group.WORLD else self.process_group,
+            process_group=checked.given_groups(process_group, self.process_group, device_mesh, algorithm),
+            device_mesh=device_mesh if algorithm == "hierarchical" else None,
+            algorithm=algorithm,
             inner=inner,
             options=options,
             mode=mode,

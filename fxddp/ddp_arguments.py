@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from . import _compat
 from ._compat import data_parallel as stock
 from .module_backend import compiled_with_fxddp, wrapped_with_fxddp
 from .uncovered import refuse_subclass
@@ -26,8 +27,8 @@ def flags(**values: Any) -> None:
             raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
-def group(process_group: Any, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    """The group that these arguments mean.
+def group(process_group: Any, device_mesh: DeviceMesh | None, algorithm: str | None = None) -> dist.ProcessGroup:
+    """The group of all ranks that these arguments mean.
 
     Raises:
         RuntimeError: both are given, or the mesh has several dimensions.
@@ -38,11 +39,14 @@ def group(process_group: Any, device_mesh: DeviceMesh | None) -> dist.ProcessGro
             "Cannot specify both process_group and device_mesh arguments: the mesh brings its own group. Leave one out"
         )
     if device_mesh is not None:
-        if device_mesh.ndim != 1:
+        if device_mesh.ndim != 1 and algorithm != "hierarchical":
             raise RuntimeError(
-                f"Only 1D device mesh is supported, but got {device_mesh}: take the dimension of the replicas out of it"
+                f"Only 1D device mesh is supported, but got {device_mesh}: take the dimension of the replicas out of "
+                "it, or add algorithm='hierarchical'"
             )
-        found: Any = device_mesh.get_group(mesh_dim=0)
+        found: Any = _compat.flat_group(device_mesh) or stock.default_group()
+    elif isinstance(process_group, (list, tuple)) and process_group:
+        found = process_group[0]
     else:
         found = stock.default_group() if process_group is None else process_group
     if not isinstance(found, dist.ProcessGroup):
@@ -51,6 +55,17 @@ def group(process_group: Any, device_mesh: DeviceMesh | None) -> dist.ProcessGro
             f"default group, got {found!r}"
         )
     return found
+
+
+def given_groups(
+    process_group: Any, found: dist.ProcessGroup, device_mesh: DeviceMesh | None, algorithm: str | None
+) -> Any:
+    """The `process_group` for the backend: None where it can find the groups itself, as a pickled wrapper must."""
+    if isinstance(process_group, (list, tuple)):
+        return process_group
+    if device_mesh is not None and algorithm == "hierarchical":
+        return None
+    return None if found is dist.group.WORLD else found
 
 
 def buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:

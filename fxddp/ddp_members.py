@@ -55,6 +55,11 @@ class Members(nn.parallel.DistributedDataParallel):
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Averages over other ranks from now on; at their next training forward they get the new rank 0's weights."""
+        if self._settings.lanes or self._settings.mesh is not None:
+            raise RuntimeError(
+                "_update_process_group replaces one group, but this wrapper has several: make a new one with the new "
+                "groups"
+            )
         self.process_group = checked.group(new_process_group, None)
         self._change_settings(process_group=new_process_group)
         self.backend.lookup = GroupLookup(new_process_group)

@@ -102,13 +102,19 @@ class Group:
         if self.size > 1:
             self.channel.launched += collectives
 
-    def all_reduce(self, tensor: Tensor, *, counts: bool = True) -> Any:
-        """Starts summing `tensor` over the ranks, in place; returns the work to wait for."""
+    def all_reduce(self, tensor: Tensor, over: dist.ProcessGroup | None = None, *, counts: bool = True) -> Any:
+        """Starts summing `tensor` over the ranks, in place; returns the work to wait for.
+
+        Args:
+            tensor: a contiguous one.
+            over: another process group of the same ranks.
+            counts: whether what ranks announce says that it was started.
+        """
         if counts:
             self.count()
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
-        return self.process_group.allreduce([tensor], self._sum)
+        return (over or self.process_group).allreduce([tensor], self._sum)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Overwrites `tensor` with that of one of the group's ranks."""

@@ -136,12 +136,12 @@ def _reduce_zeros(backend: "Backend", group: "Group", tensors: list[list[Tensor]
             flat, _ = empty_bucket(members)
             if not flat.numel():
                 continue
-            if hook is None:
-                works.append((group.all_reduce(flat.zero_()), flat))
-                continue
             index, is_last = backend.shadowed_launches, bucket is tensors[-1]
-            works.append((hook.run(flat.zero_(), members, index, group, is_last=is_last, names="zeros"), flat))
             backend.shadowed_launches += 1
+            if hook is None:
+                works.append((backend.transport(group).start(flat.zero_(), index), flat))
+            else:
+                works.append((hook.run(flat.zero_(), members, index, group, is_last=is_last, names="zeros"), flat))
     for work, _ in works:
         group.wait(work, lambda: "take part with zeros")
 

@@ -238,6 +238,8 @@ def _common(settings: "Settings") -> dict[str, Any]:
         "find_unused_parameters": settings.find_unused_parameters,
         "static_graph": settings.static_graph,
         "init_sync": settings.init_sync,
+        "algorithm": settings.algorithm,
+        "the number of process groups": len(settings.lanes) or 1,
         "forward_sync_buffers": settings.forward_sync_buffers,
     }
 

@@ -62,10 +62,15 @@ from .dynamo import (
     with_own_code,
 )
 from .groups import (
+    all_gather,
+    all_to_all,
+    flat_group,
     group_exists,
     group_store,
     group_timeout,
+    reduce_scatter,
     store_host,
+    twin,
 )
 from .optimizer import (
     before_clipping,
@@ -76,6 +81,8 @@ from .optimizer import (
 
 __all__ = [
     "accumulates",
+    "all_gather",
+    "all_to_all",
     "aot_compile",
     "before_clipping",
     "below_autograd",
@@ -89,6 +96,7 @@ __all__ = [
     "data_version",
     "dump_piece",
     "filled",
+    "flat_group",
     "flatten",
     "forbid_donation",
     "frame_is_resumed",
@@ -125,6 +133,7 @@ __all__ = [
     "plain_names",
     "put_first",
     "queue_callback",
+    "reduce_scatter",
     "restricted_to",
     "run_other_accumulation_hooks",
     "saved_context",
@@ -132,6 +141,7 @@ __all__ = [
     "stand_in",
     "store_host",
     "task_id",
+    "twin",
     "upstream_leaves",
     "with_own_code",
 ]

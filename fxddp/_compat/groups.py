@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def group_exists(group: dist.ProcessGroup) -> bool:
@@ -18,6 +21,57 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
 def group_timeout(group: dist.ProcessGroup) -> Any:
     """How long collectives of a group may take."""
     return group._get_backend(group._device_types[0]).options._timeout
+
+
+def all_to_all(group: dist.ProcessGroup, received: Tensor, sent: Tensor) -> Any:
+    """Starts sending each rank its part of a flat tensor; returns the work."""
+    return group.alltoall_base(received, sent, [], [])
+
+
+def all_gather(group: dist.ProcessGroup, received: Tensor, sent: Tensor) -> Any:
+    """Starts sending a tensor to all ranks; returns the work."""
+    return group._allgather_base(received, sent)
+
+
+def reduce_scatter(group: dist.ProcessGroup, received: Tensor, sent: Tensor) -> Any:
+    """Starts summing a flat tensor over the ranks, each of which gets a part; returns the work.
+
+    Gloo's own (2.13) makes an all-reduce of it, whose work never says that it is done.
+    """
+    if dist.get_backend(group) != "gloo":
+        return group._reduce_scatter_base(received, sent, dist.ReduceScatterOptions())
+    parts = torch.empty_like(sent)
+    return _Summing(all_to_all(group, parts, sent), parts, received)
+
+
+class _Summing:
+    """The work of an all-to-all, whose parts are summed when it is waited for."""
+
+    def __init__(self, work: Any, parts: Tensor, into: Tensor) -> None:
+        self.is_completed = work.is_completed
+        self._work = work
+        self._parts = parts
+        self._into = into
+
+    def wait(self, *timeout: Any) -> None:
+        self._work.wait(*timeout)
+        torch.sum(self._parts.view(-1, self._into.numel()), dim=0, out=self._into)
+
+
+def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of the same ranks, made by them alone and together."""
+    ranks = dist.get_process_group_ranks(group)
+    backend, timeout = dist.get_backend(group), group_timeout(group)
+    made: Any = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The group of all ranks of a mesh; None for the default group."""
+    if mesh.ndim == 1:
+        return mesh.get_group(0)
+    return None if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
 
 
 def store_host(store: Any) -> str | None:

@@ -164,7 +164,17 @@ def error_of(call: Callable[[], object], what: str = "this") -> BaseException:
 def counted_collectives() -> Iterator[list[str]]:
     """Collects the names of the collectives that this process starts inside, whoever starts them."""
     started: list[str] = []
-    kinds = ("allreduce", "broadcast", "allgather", "_allgather_base", "barrier", "reduce_scatter", "gather", "scatter")
+    kinds = (
+        "allreduce",
+        "broadcast",
+        "allgather",
+        "_allgather_base",
+        "alltoall_base",
+        "barrier",
+        "reduce_scatter",
+        "gather",
+        "scatter",
+    )
     originals = {kind: vars(dist.ProcessGroup)[kind] for kind in kinds}
 
     def spy(kind: str) -> Any:

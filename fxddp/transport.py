@@ -1,0 +1,235 @@
+"""How a packed bucket is summed over the ranks: over which process groups, and in which steps.
+
+one group         all-reduce
+several groups    bucket i over group i modulo their number: the remedy of "PyTorch Distributed: Experiences on
+                  Accelerating Data Parallel Training" (Li et al., VLDB 2020) where one group cannot fill the link
+ring              reduce-scatter, then all-gather: 2(N-1)/N of a bucket's bytes each way per rank
+two-dimensional   reduce-scatter inside a node, all-reduce across nodes of what a rank got, all-gather inside
+mesh
+
+Note [stages]: what has several steps is a line of stages, each on a process group of its own. A bucket enters a stage
+when it has left the one before and the bucket ahead of it has entered: so every process group sees the buckets in the
+order of their launches, on every rank, whatever finishes when. Buckets move on whenever this thread launches or waits;
+on NCCL all at once, on a stream for each stage.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _compat
+
+if TYPE_CHECKING:
+    from .config import Settings
+    from .group import Group
+
+ALGORITHMS = ("all_reduce", "ring", "hierarchical")
+
+
+class Transport(Protocol):
+    """Sums buckets over the ranks."""
+
+    def start(self, tensor: Tensor, index: int) -> Any:
+        """Starts summing a flat tensor, in place; returns the work.
+
+        Args:
+            tensor: the bucket.
+            index: how many were launched before it in this backward; the same on all ranks.
+        """
+
+    def describe(self, index: int) -> str:
+        """The groups and steps of a bucket, in words."""
+
+
+class OneGroup:
+    """An all-reduce on the backend's own group."""
+
+    def __init__(self, group: "Group") -> None:
+        self._group = group
+
+    def start(self, tensor: Tensor, index: int) -> Any:
+        """As in `Transport`."""
+        return self._group.all_reduce(tensor)
+
+    def describe(self, index: int) -> str:
+        """As in `Transport`."""
+        return "all-reduce"
+
+
+class Lanes:
+    """Buckets in turns over several groups of the same ranks."""
+
+    def __init__(self, group: "Group", lanes: Sequence[dist.ProcessGroup]) -> None:
+        self._group = group
+        self._lanes = lanes
+
+    def start(self, tensor: Tensor, index: int) -> Any:
+        """As in `Transport`."""
+        return self._group.all_reduce(tensor, self._lanes[index % len(self._lanes)])
+
+    def describe(self, index: int) -> str:
+        """As in `Transport`."""
+        return f"all-reduce over group {index % len(self._lanes)}"
+
+
+Stage = Callable[["Staged"], Any]
+"""Starts a step for a bucket; returns the work."""
+
+
+class Staged:
+    """A bucket on its way through the stages; waits as the work of a collective does.
+
+    Attributes:
+        tensor: the bucket; with zeros behind it if its parts would not be of one size.
+        part: this rank's part of it.
+        entered: stages entered so far.
+        work: of the stage entered last, until it was left.
+    """
+
+    def __init__(self, line: "Stages", flat: Tensor, parts: int) -> None:
+        self._line = line
+        self._flat = flat
+        short = -flat.numel() % parts
+        self.tensor = torch.cat([flat, flat.new_zeros(short)]) if short else flat
+        self.part = self.tensor.new_empty(self.tensor.numel() // parts)
+        self.entered = 0
+        self.work: Any = None
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Waits until the bucket holds the sum.
+
+        Raises:
+            RuntimeError: a step failed, or "timed out".
+        """
+        self._line.arrive(self, timeout)
+
+    def finish(self) -> None:
+        """Puts the sum into the bucket."""
+        if self.tensor is not self._flat:
+            self._flat.copy_(self.tensor[: self._flat.numel()])
+
+
+class Stages:
+    """Sums buckets step by step; see Note [stages].
+
+    Args:
+        group: all ranks.
+        parts: into how many parts a bucket is scattered.
+        stages: names of the steps, and what starts them.
+    """
+
+    def __init__(self, group: "Group", parts: int, stages: Mapping[str, Stage]) -> None:
+        self._group = group
+        self._parts = parts
+        self._names = tuple(stages)
+        self._stages = tuple(stages.values())
+        self._line: list[Staged] = []
+        self._streams: list[Any] = []
+
+    def start(self, tensor: Tensor, index: int) -> Any:
+        """As in `Transport`."""
+        self._group.count()
+        bucket = Staged(self, torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor, self._parts)
+        if tensor.device.type == "cuda":
+            return self._start_on_streams(bucket)
+        self._line.append(bucket)
+        self._move()
+        return bucket
+
+    def describe(self, index: int) -> str:
+        """As in `Transport`."""
+        return ", ".join(self._names)
+
+    def arrive(self, bucket: Staged, timeout: timedelta | None) -> None:
+        """Waits until a bucket has left the last stage."""
+        while bucket in self._line:
+            work = self._line[0].work  # nothing is ahead of the first one, so that it is in a stage
+            work.wait() if timeout is None else work.wait(timeout)
+            self._move()
+
+    def _move(self) -> None:
+        """Has every bucket go as far as it can."""
+        last = len(self._stages)
+        limit = last
+        for bucket in list(self._line):
+            while bucket.work is None or bucket.work.is_completed():
+                if bucket.work is not None:
+                    bucket.work.wait()  # raises if it failed
+                    bucket.work = None
+                if bucket.entered == last:
+                    bucket.finish()
+                    self._line.remove(bucket)
+                if bucket.entered >= limit:
+                    break
+                bucket.work = self._stages[bucket.entered](bucket)
+                bucket.entered += 1
+            limit = bucket.entered
+
+    def _start_on_streams(self, bucket: Staged) -> "OnStream":
+        before = torch.cuda.current_stream()
+        if not self._streams:
+            self._streams = [torch.cuda.Stream() for _ in self._stages]
+        for stage, stream in zip(self._stages, self._streams, strict=True):
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                stage(bucket).wait()
+            before = stream
+        return OnStream(bucket, before.record_event())
+
+
+class OnStream:
+    """A bucket whose steps were all enqueued."""
+
+    def __init__(self, bucket: Staged, done: Any) -> None:
+        self._bucket = bucket
+        self._done = done
+
+    def wait(self) -> None:
+        """Has the current stream wait until the bucket holds the sum."""
+        torch.cuda.current_stream().wait_event(self._done)
+        self._bucket.finish()
+
+
+def _ring(group: "Group") -> Stages:
+    first, second = group.process_group, _compat.twin(group.process_group)
+    return Stages(
+        group,
+        group.size,
+        {
+            "reduce-scatter": lambda b: _compat.reduce_scatter(first, b.part, b.tensor),
+            "all-gather": lambda b: _compat.all_gather(second, b.tensor, b.part),
+        },
+    )
+
+
+def _hierarchical(group: "Group", mesh: DeviceMesh) -> Stages:
+    across, inside = mesh.get_group(0), mesh.get_group(1)
+    back = _compat.twin(inside)
+    node = mesh.size(1)
+    return Stages(
+        group,
+        node,
+        {
+            f"reduce-scatter inside ({node} ranks)": lambda b: _compat.reduce_scatter(inside, b.part, b.tensor),
+            f"all-reduce across ({mesh.size(0)} ranks)": lambda b: group.all_reduce(b.part, across, counts=False),
+            f"all-gather inside ({node} ranks)": lambda b: _compat.all_gather(back, b.tensor, b.part),
+        },
+    )
+
+
+def make_transport(settings: "Settings", group: "Group") -> Transport:
+    """What a backend with these settings sends its buckets by.
+
+    A collective for what has several stages, as these need groups of their own.
+    """
+    if group.size > 1 and settings.algorithm == "ring":
+        return _ring(group)
+    if group.size > 1 and settings.algorithm == "hierarchical":
+        assert settings.mesh is not None
+        return _hierarchical(group, settings.mesh)
+    return Lanes(group, settings.lanes) if settings.lanes else OneGroup(group)

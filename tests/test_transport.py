@@ -1,0 +1,241 @@
+"""Over which groups and in which steps buckets are summed: the same numbers, in the same order on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fxddp
+from fxddp.transport import Staged, Stages
+from tests.live.lab import (
+    Mlp,
+    average,
+    buckets,
+    compiled,
+    counted_collectives,
+    error_of,
+    expect,
+    expect_equal,
+    gradients,
+    launches,
+    local,
+    loss_of,
+    seeded,
+)
+from tests.live.pool import Pool
+
+
+@pytest.fixture(scope="module")
+def pool4(cache_dir: Path) -> Iterator[Pool]:
+    """Four processes: two nodes of two."""
+    with Pool(4, cache_dir=cache_dir) as pool:
+        yield pool
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes, and sizes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 13), nn.Linear(13, 3, dtype=torch.float64)
+        self.phase = nn.Parameter(torch.randn(7, dtype=torch.complex64))
+        self.one = nn.Parameter(torch.randn(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.first(x).relu().double()).float()
+        return x * self.one + (self.phase.abs().sum() * x.mean())
+
+
+def options_of(kind: str, world: int) -> dict[str, Any]:
+    if kind == "lanes":
+        return {"process_group": [dist.new_group() for _ in range(3)]}
+    if kind == "ring":
+        return {"algorithm": "ring"}
+    return {"device_mesh": init_device_mesh("cpu", (int(kind), world // int(kind)))}
+
+
+def summed(rank: int, world: int, kind: str) -> None:
+    for make in (Mlp, Mixed):
+        module = seeded(0, make)
+        options = options_of(kind, world)
+        model, backend = compiled(module, **options)
+        for i in range(4):
+            module.zero_grad()
+            if i == 2:
+                with backend.no_sync():
+                    loss_of(model, 9).backward()
+            with counted_collectives() as started:
+                loss_of(model, i).backward()
+            expected = average(local(module, 9, i) if i == 2 else local(module, i))
+            expect_equal(gradients(module), expected, f"{kind}, {make.__name__}, step {i}", tol=1e-6)
+            expect(launches(backend)[-1] == buckets(backend) > 1, f"{launches(backend)}")
+            if kind != "lanes" and i:
+                steps = 2 if kind == "ring" else 3
+                expect(len(started) == steps * buckets(backend), f"{started} for {buckets(backend)} buckets")
+                expect(("allreduce" in started) is (kind != "ring"), f"{started}")
+
+
+@pytest.mark.parametrize("kind", ["lanes", "ring", "1", "2"])
+def test_the_same_numbers_as_an_all_reduce(pool: Pool, kind: str):
+    pool.run(summed, kind)
+
+
+def test_parts_of_a_third(pool3: Pool):
+    pool3.run(summed, "ring")
+
+
+def test_two_nodes_of_two(pool4: Pool):
+    pool4.run(summed, "2")
+
+
+def turns(rank: int, world: int) -> None:
+    """Which group each bucket takes, whatever was launched before; with the wrapper as well, and under join."""
+    groups = [dist.new_group() for _ in range(2)]
+    names = {id(group): i for i, group in enumerate(groups)}
+    taken: list[int] = []
+    original: Any = vars(dist.ProcessGroup)["allreduce"]
+
+    def spy(group: dist.ProcessGroup, *arguments: Any, **others: Any) -> Any:
+        if id(group) in names:
+            taken.append(names[id(group)])
+        return original.__get__(group)(*arguments, **others)
+
+    module = seeded(0, Mlp)
+    model = fxddp.DistributedDataParallel(
+        module, process_group=groups, bucket_cap_mb=0.0005, first_bucket_mb=0.0005, inner="aot_eager"
+    )
+    setattr(dist.ProcessGroup, "allreduce", spy)  # noqa: B010 (mypy knows that it is a method)
+    try:
+        for i in range(3):
+            taken.clear()
+            loss_of(model, i).backward()
+            count = buckets(model.backend)
+            expect(taken == [j % 2 for j in range(count)], f"step {i}: {taken} for {count} buckets")
+    finally:
+        setattr(dist.ProcessGroup, "allreduce", original)  # noqa: B010
+    with model.join():
+        for i in range(2 + rank):
+            loss_of(model, i).backward()
+
+
+def test_buckets_take_groups_in_turns(pool: Pool):
+    pool.run(turns)
+
+
+def joined(rank: int, world: int) -> None:
+    """A rank without inputs goes through the same stages; what ranks do differently as well."""
+    module = seeded(0, Mlp)
+    model = fxddp.DistributedDataParallel(module, algorithm="ring", bucket_cap_mb=0.0005, inner="aot_eager")
+    loss_of(model, 0).backward()
+    with model.join():
+        for i in range(2 + rank):
+            module.zero_grad()
+            loss_of(model, i).backward()
+    loss_of(model, 1).backward()
+
+
+def test_a_rank_without_inputs(pool: Pool):
+    pool.run(joined)
+
+
+def meshes(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, world))
+    expect(
+        "1D device mesh" in str(error_of(lambda: fxddp.DistributedDataParallel(Mlp(), device_mesh=mesh))), "as torch"
+    )
+    module = seeded(0, Mlp)
+    model = fxddp.DistributedDataParallel(module, device_mesh=mesh, algorithm="hierarchical", inner="aot_eager")
+    loss_of(model, 0).backward()
+    expect_equal(gradients(module), average(local(module, 0)), "on a mesh of two dimensions", tol=1e-6)
+    one = init_device_mesh("cpu", (world,))
+    for options, message in (
+        ({"device_mesh": mesh, "algorithm": "ring"}, "algorithm='ring' does not go with"),
+        ({"algorithm": "hierarchical"}, "takes a mesh of two dimensions"),
+        ({"device_mesh": one, "algorithm": "hierarchical"}, "takes a mesh of two dimensions"),
+        ({"device_mesh": mesh, "process_group": dist.group.WORLD}, "exclude each other"),
+        ({"device_mesh": "mesh"}, "must be a DeviceMesh"),
+        ({"algorithm": "tree"}, "algorithm must be one of"),
+        ({"process_group": []}, "a list of such groups"),
+        ({"process_group": [dist.group.WORLD, None]}, "a list of such groups"),
+        ({"process_group": [dist.group.WORLD, dist.group.WORLD], "algorithm": "ring"}, "makes its own groups"),
+        ({"algorithm": "ring", "split": False}, "need split=True"),
+        ({"algorithm": "ring", "comm_hook": lambda state, bucket: None}, "starts its own collectives"),
+    ):
+        error = error_of(lambda options=options: fxddp.backend(**options))  # type: ignore[misc]
+        expect(isinstance(error, ValueError) and message in str(error), f"{options}: {error!r}")
+    error = error_of(lambda: fxddp.backend(algorithm="ring").register_comm_hook(None, lambda state, bucket: None))
+    expect("starts its own collectives" in str(error), str(error))
+    single = dist.new_group([rank], use_local_synchronization=True)
+    everyone = dist.new_group()
+    error = error_of(lambda: fxddp.backend(process_group=[everyone, single]))
+    expect("groups of the same ranks" in str(error), str(error))
+
+
+def test_meshes_and_what_is_refused(pool: Pool):
+    pool.run(meshes)
+
+
+def differing(rank: int, world: int) -> str:
+    model, _ = compiled(seeded(0, Mlp), algorithm=("all_reduce", "ring")[rank])
+    return str(error_of(lambda: loss_of(model, 0)))
+
+
+def test_ranks_with_other_algorithms(pool: Pool):
+    for message in pool.run(differing):
+        assert "algorithm differs between ranks: 'ring' on rank 1, 'all_reduce' on rank 0" in message
+
+
+# ---- the order of stages, without processes --------------------------------------------------------------------------
+
+
+class Slow:
+    """Work that is done when it is told to be."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self, timeout: object = None) -> None:
+        self.done = True
+
+
+def test_every_stage_sees_the_buckets_in_order():
+    """A bucket that is through with a stage early stays behind the one ahead of it."""
+    entered: list[tuple[int, Staged]] = []
+    works: dict[tuple[int, int], Slow] = {}
+    made: list[Staged] = []
+
+    def stage(number: int) -> Any:
+        def start(bucket: Staged) -> Slow:
+            if bucket not in made:
+                made.append(bucket)
+            entered.append((number, bucket))
+            return works.setdefault((number, made.index(bucket)), Slow())
+
+        return start
+
+    class Alone:
+        def count(self) -> None:
+            pass
+
+    line = Stages(Alone(), 1, {"a": stage(0), "b": stage(1), "c": stage(2)})  # type: ignore[arg-type]
+    first = line.start(torch.zeros(2), 0)
+    second = line.start(torch.zeros(2), 1)
+    works[0, 1].done = True
+    third = line.start(torch.zeros(2), 2)
+    assert [(n, made.index(b)) for n, b in entered] == [(0, 0), (0, 1), (0, 2)]  # none went ahead of the first
+    works[0, 0].done = True
+    third.wait()
+    for number in range(3):
+        assert [made.index(b) for n, b in entered if n == number] == [0, 1, 2]
+    first.wait()
+    second.wait()
