@@ -14,9 +14,10 @@ from .agreement import Agreement
 from .backward import Backward
 from .by_name import by_name
 from .call import Binding
-from .comm_hook import CommHook, hook_of
+from .comm_hook import CommHook
 from .compiled import backend_of, listen, no_sync
 from .compiler import Compilation
+from .compression import Codec, Session
 from .config import MIB, Settings, make_settings, split_options
 from .decision import Decision
 from .group import Group, GroupLookup
@@ -37,6 +38,8 @@ class Backend:
 
     Attributes:
         comm_hook: what runs on every bucket in place of the all-reduce, or None.
+        codec: how buckets are compressed for travelling, or None.
+        shadow_session: what a rank without inputs learns for the codec in one iteration of the others.
         joining: ranks may run out of inputs, under `join`.
         shadowed_launches: buckets of the running backward of the others that this rank took part in without inputs.
         divide_by_initial_world_size: gradients are then divided by the number of all ranks, not of those with inputs.
@@ -54,6 +57,8 @@ class Backend:
         self.log = EventLog()
         self.sites: list[Site] = []
         self.comm_hook: CommHook | None = None
+        self.codec = settings.codec
+        self.shadow_session: Session | None = None
         self.joining = False
         self.shadowed_launches = 0
         self.divide_by_initial_world_size = True
@@ -61,7 +66,7 @@ class Backend:
         self._lock = threading.Lock()
         self._local_scopes: list[frozenset[int] | None] = []
         if settings.comm_hook is not None:
-            self.register_comm_hook(None, hook_of(settings.comm_hook))
+            self.register_comm_hook(None, settings.comm_hook)
 
     def __repr__(self) -> str:
         settings = self.settings
@@ -203,19 +208,37 @@ class Backend:
             RuntimeError: there is one already.
             TypeError, ValueError: it is no such function.
         """
-        if self.comm_hook is not None:
+        if self.hook_name is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once: this backend has "
-                f"{self.comm_hook.name} already"
+                f"{self.hook_name} already"
             )
         self.comm_hook = CommHook(state, hook)
 
     def confirm_comm_hook(self, group: Group) -> None:
         """Compares a new hook with the other ranks', who would otherwise start other collectives."""
-        hook = self.comm_hook
+        hook = self.comm_hook or self.codec
         if hook is not None and hook.confirmed_by is not group:
             hook.confirmed_by = group
-            self.replica.agree_on_hook(hook.name, group)
+            self.replica.agree_on_hook(self.hook_name or "", group)
+
+    @property
+    def hook_name(self) -> str | None:
+        """What runs on every bucket in place of the all-reduce, as ranks compare it; None for nothing."""
+        if self.codec is not None:
+            return self.codec.fingerprint()
+        return None if self.comm_hook is None else self.comm_hook.name
+
+    @property
+    def travels_in_graphs(self) -> bool:
+        """Whether a graph with collectives inside does all that is to be done with a bucket."""
+        return self.comm_hook is None and (self.codec is None or self.codec.wire is not None)
+
+    def session(self, *, shadow: bool = False) -> Session:
+        """A backward's dealings with the codec."""
+        assert self.codec is not None
+        replica = self.replica
+        return Session(self.codec, lambda parameter: replica.name(replica.number(parameter)), shadow=shadow)
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -245,7 +268,7 @@ def backend(
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     keep_graphs: bool = False,
-    comm_hook: str | Callable[..., Any] | None = None,
+    comm_hook: str | Codec | Callable[..., Any] | None = None,
 ) -> Backend:
     """Makes a backend for `torch.compile` that trains data-parallel.
 
@@ -266,8 +289,10 @@ def backend(
             standing in; what no rank uses keeps its `.grad`. Parameters that no rank uses need no flag.
         static_graph: raise, naming the parameters, if the set that gets gradients ever changes.
         keep_graphs: keep all graphs for `fxddp.explain`, at the cost of host memory.
-        comm_hook: what runs on every bucket in place of the averaging all-reduce: "fp16" or "bf16" (half the bytes), or
-            a hook of DistributedDataParallel's that needs no state; see `Backend.register_comm_hook`.
+        comm_hook: what travels in place of the buckets: "fp16" or "bf16", half the bytes, cast by the compiled code
+            that packs them; `fxddp.PowerSGD(…)`, `fxddp.Int8(…)` or `fxddp.Adaptive(…)`, an object that keeps state and
+            belongs to this backend; or a hook of DistributedDataParallel's that needs no state; see
+            `Backend.register_comm_hook`.
 
     Raises:
         ValueError: an argument is not allowed; names argument, value and what is allowed.

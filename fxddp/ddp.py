@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import ddp_arguments as checked
 from . import mixed_precision as precision
 from ._compat import data_parallel as stock
+from .compression import Codec
 from .config import make_settings
 from .ddp_logging import ForwardClock
 from .ddp_members import Members
@@ -129,7 +130,7 @@ class DistributedDataParallel(Members):
         mode: str | None = None,
         split: bool = True,
         keep_graphs: bool = False,
-        comm_hook: str | Callable[..., Any] | None = None,
+        comm_hook: str | Codec | Callable[..., Any] | None = None,
         dynamic: bool | None = None,
         fullgraph: bool = False,
     ) -> None:

@@ -156,6 +156,7 @@ def explain(
     if backend_arguments:
         given = make_settings(**backend_arguments)
         changed = {name for name in Settings.__slots__ if name in backend_arguments}
+        changed |= {"codec"} if "comm_hook" in backend_arguments else set()
         changed |= {"cap"} & {name.replace("bucket_mb", "cap") for name in backend_arguments}
         changed |= {"first_cap"} & {name.replace("bucket_mb", "cap") for name in backend_arguments}
         settings = replace(settings, **{name: getattr(given, name) for name in changed})

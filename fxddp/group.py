@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ class Group:
         owners: the backends by number.
         joint: what was decided where ranks were at different steps, by the records of all; the same on all ranks.
         notices: the backend of `Join`'s first model, and how many of its next forwards' notices were answered.
+        unsettled: a bucket under way with collectives left to start; see Note [rounds] in `compression.py`.
         shadowed: (backend, kind, details) of what a rank without inputs has answered for models whose turn is to come.
     """
 
@@ -47,6 +49,7 @@ class Group:
         self.joint: dict[tuple[Record, ...], Decision] = {}
         self._joint_size = 0
         self.notices = (0, 0)
+        self.unsettled: Any = None
         self.shadowed: list[tuple[int, str, Any]] = []
         self._channel: Channel | None = None
         self._sum = dist.AllreduceOptions()
@@ -87,8 +90,15 @@ class Group:
         if self.size > 1:
             self.channel.launched += collectives
 
-    def all_reduce(self, tensor: Tensor, *, counts: bool = True) -> Any:
+    def settle(self) -> None:
+        """Starts what is left to start of a bucket under way: before anything else starts."""
+        if self.unsettled is not None:
+            self.wait(SimpleNamespace(wait=self.unsettled.settle), lambda: "send the second part of a bucket")
+
+    def all_reduce(self, tensor: Tensor, *, counts: bool = True, settles: bool = True) -> Any:
         """Starts summing `tensor` over the ranks, in place; returns the work to wait for."""
+        if settles:
+            self.settle()
         if counts:
             self.count()
         if tensor.is_complex():
@@ -97,6 +107,7 @@ class Group:
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Overwrites `tensor` with that of one of the group's ranks."""
+        self.settle()
         self.count()
         dist.broadcast(tensor, group=self.process_group, group_src=root)
 

@@ -6,6 +6,7 @@ whether a synchronised backward follows. The numbers in events tell one wrapped 
 whose steps may come in any order.
 """
 
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from .channel import RanksDisagree
+from .compression import Parcel
 from .decision import BUFFERS, COMM_HOOK, END, FORWARD, JOINED, Decision, Event
 from .packing import empty_bucket, packs
 from .replica import send_buffers
@@ -121,19 +123,31 @@ def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> No
         for members in tensors:
             send_buffers(members, group, backend.root(decision, group))
         return
-    _reduce_zeros(backend, group, tensors, at_end=step.kind == END)
+    idle = {id(backend.replica.tensor(number)) for number in {*decision.unused, *step.hooked}}
+    _reduce_zeros(backend, group, tensors, idle, at_end=step.kind == END)
     if step.kind == END:
         backend.shadowed_launches = 0
+        if backend.shadow_session is not None:
+            backend.shadow_session.commit()
+            backend.shadow_session = None
 
 
-def _reduce_zeros(backend: "Backend", group: "Group", tensors: list[list[Tensor]], *, at_end: bool) -> None:
-    works = []
-    hook = backend.comm_hook
+def _reduce_zeros(
+    backend: "Backend", group: "Group", tensors: list[list[Tensor]], idle: AbstractSet[int], *, at_end: bool
+) -> None:
+    works: list[tuple[Any, Tensor]] = []
+    hook, codec = backend.comm_hook, backend.codec
+    if codec is not None and backend.shadow_session is None:
+        backend.shadow_session = backend.session(shadow=True)
     for bucket in tensors:
         cap = backend.settings.cap if at_end else sum(t.nbytes for t in bucket)
         for members in packs(bucket, cap):
             flat, _ = empty_bucket(members)
             if not flat.numel():
+                continue
+            if codec is not None and backend.shadow_session is not None:
+                parcel = Parcel(flat.zero_(), members, group, backend.shadow_session, idle=idle)
+                works.append((codec.start(parcel, lambda: "zeros"), flat))
                 continue
             if hook is None:
                 works.append((group.all_reduce(flat.zero_()), flat))
@@ -146,7 +160,7 @@ def _reduce_zeros(backend: "Backend", group: "Group", tensors: list[list[Tensor]
 
 
 def _compare_hook(backend: "Backend", group: "Group", step: Event) -> None:
-    own = None if backend.comm_hook is None else backend.comm_hook.name
+    own = backend.hook_name
     if own != step.details:
         raise RanksDisagree(
             f"the communication hook differs between ranks: {own} on rank {group.rank}, which has no inputs left, "

@@ -60,6 +60,8 @@ from .dynamo import (
     plain_names,
 )
 from .groups import (
+    all_gather,
+    all_to_all,
     group_exists,
     group_store,
     group_timeout,
@@ -68,6 +70,8 @@ from .groups import (
 
 __all__ = [
     "accumulates",
+    "all_gather",
+    "all_to_all",
     "aot_compile",
     "below_autograd",
     "bypass_cache",

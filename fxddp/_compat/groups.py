@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 
 def group_exists(group: dist.ProcessGroup) -> bool:
@@ -18,6 +19,16 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
 def group_timeout(group: dist.ProcessGroup) -> Any:
     """How long collectives of a group may take."""
     return group._get_backend(group._device_types[0]).options._timeout
+
+
+def all_to_all(group: dist.ProcessGroup, received: Tensor, sent: Tensor) -> Any:
+    """Starts sending each rank its part of a flat tensor; returns the work."""
+    return group.alltoall_base(received, sent, [], [])
+
+
+def all_gather(group: dist.ProcessGroup, received: Tensor, sent: Tensor) -> Any:
+    """Starts sending a flat tensor to all ranks; returns the work. The public names differ between torch versions."""
+    return group._allgather_base(received, sent)
 
 
 def store_host(store: Any) -> str | None:
