@@ -37,7 +37,8 @@ class Adaptive(Codec):
         start_iter: steps before the first measurement.
         every: steps between measurements.
         block: of `Int8`.
-        use_error_feedback: add what rounding took to the next gradient. Takes memory of the size of the gradients.
+        use_error_feedback: add what rounding took on the ranks to the next gradient; sums of 16-bit values are rounded
+            once more, and that is not given back. Takes memory of the size of the gradients.
 
     Raises:
         ValueError: an argument is not allowed.
