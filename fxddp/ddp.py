@@ -10,6 +10,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -331,7 +332,7 @@ class DistributedDataParallel(Members):
         memo[id(self)] = new
         state = {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED}
         new.__dict__.update(copy.deepcopy({k: v for k, v in state.items() if k != "_settings"}, memo))
-        new.__dict__["_settings"] = self._settings
+        new.__dict__["_settings"] = replace(self._settings, codec=copy.deepcopy(self._settings.codec, memo))
         for key in ("process_group", "device_mesh"):
             if key in self.__dict__:
                 new.__dict__[key] = self.__dict__[key]

@@ -12,6 +12,7 @@ half, but moves N-1 bytes for each element in place of 2(N-1)/N. This is the com
 Learning", ICLR 2016, arXiv:1511.04561.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -90,9 +91,7 @@ def int8(parcel: Parcel, block: int, *, feedback: bool) -> Rounds:
     flat, size = parcel.flat, parcel.group.size
     blocks = blocks_of(flat.numel(), block, size)
     kind = wide(flat.dtype)
-    padded = flat.new_zeros(size * blocks * block, dtype=kind)
-    padded[: flat.numel()] = flat
-    rows = padded.view(size, blocks, block)
+    rows = _rows(flat, size, blocks, block)
     message, error = _quantise(rows)
     received, work = parcel.all_to_all(message.view(-1))
     yield Round([work], more=1)
@@ -111,10 +110,18 @@ def int8(parcel: Parcel, block: int, *, feedback: bool) -> Rounds:
 def quantised(flat: Tensor, block: int) -> Tensor:
     """What is left of a flat tensor when it was quantised once: for measuring."""
     blocks = blocks_of(flat.numel(), block, 1)
-    rows = flat.new_zeros(1, blocks, block, dtype=wide(flat.dtype))
-    rows.view(-1)[: flat.numel()] = flat
+    rows = _rows(flat, 1, blocks, block)
     message, _ = _quantise(rows)
     return _dequantise(message, blocks, block, rows.dtype).view(-1)[: flat.numel()]
+
+
+def _rows(flat: Tensor, ranks: int, blocks: int, block: int) -> Tensor:
+    """A copy of a flat tensor as (ranks, blocks, block), zeros at its end."""
+    rows = flat.new_empty(ranks, blocks, block, dtype=wide(flat.dtype))
+    whole = rows.view(-1)
+    whole[: flat.numel()].copy_(flat)
+    whole[flat.numel() :].zero_()
+    return rows
 
 
 def _quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,14 +131,18 @@ def _quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     """
     ranks, blocks, block = rows.shape
     message = rows.new_empty(ranks, blocks * (block + rows.dtype.itemsize), dtype=torch.uint8)
-    scales = rows.abs().amax(-1, keepdim=True).div_(LEVELS)
-    rounded = (rows / torch.where(scales == 0, 1, scales)).round_()
-    message[:, : blocks * block] = rounded.to(torch.int8).view(torch.uint8).view(ranks, -1)
+    scales = torch.linalg.vector_norm(rows, math.inf, -1, keepdim=True).div_(LEVELS)
+    rounded = torch.div(rows, torch.where(scales == 0, 1, scales)).round_()
+    _values(message, blocks, block).copy_(rounded)
     message[:, blocks * block :] = scales.view(ranks, -1).view(torch.uint8)
-    return message, rows.sub_(rounded.mul_(scales))
+    return message, rows.addcmul_(rounded, scales, value=-1)
+
+
+def _values(message: Tensor, blocks: int, block: int) -> Tensor:
+    """The bytes in a message, as (ranks, blocks, block)."""
+    return message[:, : blocks * block].view(torch.int8).unflatten(1, (blocks, block))
 
 
 def _dequantise(message: Tensor, blocks: int, block: int, kind: torch.dtype) -> Tensor:
     """The values in a message, as (ranks, blocks, block)."""
-    values = message[:, : blocks * block].view(torch.int8).view(-1, blocks, block)
-    return values * message[:, blocks * block :].contiguous().view(kind).unsqueeze(-1)
+    return _values(message, blocks, block) * message[:, blocks * block :].contiguous().view(kind).unsqueeze(-1)

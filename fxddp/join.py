@@ -166,3 +166,6 @@ def _compare_hook(backend: "Backend", group: "Group", step: Event) -> None:
             f"the communication hook differs between ranks: {own} on rank {group.rank}, which has no inputs left, "
             f"{step.details} on others. Register the same on all ranks"
         )
+    hook = backend.comm_hook or backend.codec
+    if hook is not None:
+        hook.confirmed_by = group
