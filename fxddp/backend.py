@@ -234,11 +234,11 @@ class Backend:
         """Whether a graph with collectives inside does all that is to be done with a bucket."""
         return self.comm_hook is None and (self.codec is None or self.codec.wire is not None)
 
-    def session(self, *, shadow: bool = False) -> Session:
+    def session(self) -> Session:
         """A backward's dealings with the codec."""
         assert self.codec is not None
         replica = self.replica
-        return Session(self.codec, lambda parameter: replica.name(replica.number(parameter)), shadow=shadow)
+        return Session(self.codec, lambda parameter: replica.name(replica.number(parameter)))
 
     # --- looking ----------------------------------------------------------------------------------
 

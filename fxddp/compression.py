@@ -14,8 +14,8 @@ Note [one backward]: what a codec learns from a bucket counts when the backward 
 change. A backward that raises leaves no trace, and so does a parameter that no rank has a gradient of. The one thing
 that later buckets of the same backward see is the error that an earlier one left of the same parameter.
 
-Note [who takes part]: a rank without inputs, under `join`, sends zeros and keeps its own errors for later, but follows
-what is the same on all ranks.
+Note [who takes part]: a rank without inputs, under `join`, has gradients of zero, and sends what it still owes like the
+others: it follows all that is the same on all ranks, and ends up owing less.
 """
 
 import hashlib
@@ -121,16 +121,14 @@ def _like(parameter: Tensor, name: str, values: dict[str, Any]) -> dict[str, Any
 class Session:
     """What one backward changes of a codec's memory; see Note [one backward]."""
 
-    def __init__(self, codec: "Codec", name: Callable[[Tensor], str], *, shadow: bool = False) -> None:
+    def __init__(self, codec: "Codec", name: Callable[[Tensor], str]) -> None:
         """Opens one.
 
         Args:
             codec: whose.
             name: gives a parameter's qualified name, the same on all ranks.
-            shadow: this rank has no inputs; see Note [who takes part].
         """
         self.name = name
-        self.shadow = shadow
         self._codec = codec
         self._errors: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._changes: list[tuple[Tensor, str, Any]] = []
@@ -203,7 +201,6 @@ class Parcel:
         self.idle = {i for i, p in enumerate(members) if id(p) in idle} if idle else set()
         self._session = session
         self._count = count
-        self._fed = False
 
     @cached_property
     def views(self) -> list[Tensor]:
@@ -228,9 +225,6 @@ class Parcel:
 
     def feed(self) -> None:
         """Adds to the gradients what earlier steps did not send of them."""
-        if self._session.shadow:
-            return
-        self._fed = True
         owed = [None if i in self.idle else self._session.error(p) for i, p in enumerate(self.members)]
         there = [i for i, error in enumerate(owed) if error is not None]
         if there:
@@ -247,9 +241,6 @@ class Parcel:
             error = errors.get(i)
             if error is not None:
                 torch.nan_to_num_(error, nan=0.0, posinf=0.0, neginf=0.0)
-            if not self._fed:
-                parts = [part for part in (self._session.error(parameter), error) if part is not None]
-                error = sum(parts[1:], start=parts[0]) if parts else None
             self._session.set_error(parameter, error)
 
     def owe_flat(self, error: Tensor) -> None:

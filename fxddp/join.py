@@ -138,7 +138,7 @@ def _reduce_zeros(
     works: list[tuple[Any, Tensor]] = []
     hook, codec = backend.comm_hook, backend.codec
     if codec is not None and backend.shadow_session is None:
-        backend.shadow_session = backend.session(shadow=True)
+        backend.shadow_session = backend.session()
     for bucket in tensors:
         cap = backend.settings.cap if at_end else sum(t.nbytes for t in bucket)
         for members in packs(bucket, cap):

@@ -28,8 +28,8 @@ class PowerSGD(Codec):
 
     The numbers are those of torch's `powerSGD_hook`, but each gradient is compressed by itself, wherever it is packed,
     errors are those of Algorithm 2 (what this rank sent, not what all ranks did: their sum is the same), and a step
-    whose gradients are zero or not finite leaves Q as it was. Factors are made orthonormal by a QR decomposition, which
-    needs no epsilon.
+    whose gradients are not finite leaves Q as it was. Factors are made orthonormal by a QR decomposition, which needs
+    no epsilon: it gives orthonormal columns for matrices of lower rank and for zeros as well.
 
     Args:
         rank: columns of the factors, torch's `matrix_approximation_rank`; more send more and err less.
@@ -187,8 +187,7 @@ class _Alike:
         q = q.view(self._q.shape).to(self._wide)
         result = torch.bmm(self._p, q.mT)
         torch._foreach_copy_(self._views, [r.view(v.shape) for r, v in zip(result, self._views, strict=True)])
-        size = q.abs().sum((1, 2), keepdim=True)
-        return torch.where(size.isfinite() & (size > 0), q, self._before)
+        return torch.where(q.sum((1, 2), keepdim=True).isfinite(), q, self._before)
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:

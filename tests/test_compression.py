@@ -550,7 +550,7 @@ def test_nothing_is_lost_over_the_union_of_three(pool3: Pool):
 
 
 def joined(rank: int, world: int, kind: str) -> None:
-    """A rank without inputs sends zeros, owes what it owed before, and goes on in step with the others."""
+    """A rank without inputs sends zeros and what it owes, and goes on in step with the others."""
     module = seeded(0, Mlp)
     codec = CODECS[kind]() if kind in CODECS else None
     model = fxddp.DistributedDataParallel(
@@ -687,6 +687,32 @@ def given_up(rank: int, world: int, kind: str) -> None:
 @ALL
 def test_a_backward_that_raises(pool: Pool, kind: str):
     pool.run(given_up, kind, discard=True)
+
+
+def given_up_alone(rank: int, world: int) -> list[str]:
+    """A rank that gives up starts no second collective of what it launched, and the others hear of it."""
+    module = seeded(0, Mlp)
+    model, _ = compiled(module, comm_hook=CODECS["PowerSGD"](), bucket_mb=25, first_bucket_mb=25)
+
+    def stop(gradient: Tensor) -> Tensor:
+        raise Stop("on purpose")
+
+    loss_of(model, 0).backward()
+    loss_of(model, 0).backward()
+    messages = []
+    for _ in range(2):
+        x = data(50, 6, 8).requires_grad_()
+        if rank == 0:
+            x.register_hook(stop)
+        messages.append(str(error_of(lambda: model(x).square().mean().backward())))  # noqa: B023
+    return messages
+
+
+def test_a_rank_that_gives_up_alone(pool: Pool):
+    (mine, later), (theirs, again) = pool.run(given_up_alone, discard=True)
+    assert mine == "on purpose"
+    assert theirs.startswith("rank 1 was about to average last.bias")
+    assert "different steps" in later and "lost each other there" in again
 
 
 def not_finite(rank: int, world: int, kind: str) -> None:
