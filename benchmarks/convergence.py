@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 import fxddp
 from examples.train_gpt import GPT, Sequences
@@ -48,7 +48,7 @@ WAYS = {
     "none": Way(lambda: None, 0.0),
     "fp16": Way(lambda: "fp16", 0.01),
     "bf16": Way(lambda: "bf16", 0.01),
-    "PowerSGD(4)": Way(lambda: fxddp.PowerSGD(4, start_iter=10, min_compression_rate=1), 0.05),
+    "PowerSGD(4)": Way(lambda: fxddp.PowerSGD(4, start_iter=10, min_compression_rate=1), 0.1),
     "Int8": Way(fxddp.Int8, 0.01),
     "Adaptive": Way(lambda: fxddp.Adaptive(start_iter=5, every=20), 0.01),
 }
@@ -231,7 +231,7 @@ def main() -> None:
     if "none" not in arguments.ways:
         arguments.ways = ["none", *arguments.ways]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train_all, (arguments.ranks, arguments, folder), nprocs=arguments.ranks)
+        spawn(train_all, (arguments.ranks, arguments, folder), nprocs=arguments.ranks)
         report = json.loads((Path(folder) / "report.json").read_text())
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report))

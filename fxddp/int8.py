@@ -140,9 +140,11 @@ def _quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _values(message: Tensor, blocks: int, block: int) -> Tensor:
     """The bytes in a message, as (ranks, blocks, block)."""
-    return message[:, : blocks * block].view(torch.int8).unflatten(1, (blocks, block))
+    values: Tensor = message[:, : blocks * block].view(torch.int8).unflatten(1, (blocks, block))
+    return values
 
 
 def _dequantise(message: Tensor, blocks: int, block: int, kind: torch.dtype) -> Tensor:
     """The values in a message, as (ranks, blocks, block)."""
-    return _values(message, blocks, block) * message[:, blocks * block :].contiguous().view(kind).unsqueeze(-1)
+    scales = message[:, blocks * block :].contiguous().view(kind).unsqueeze(-1)
+    return torch.mul(_values(message, blocks, block), scales)

@@ -130,7 +130,7 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(1, 6, (2, 2)).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(1, 6, (2, 2)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.wide = nn.Linear(18, 10, dtype=torch.float64)
         self.narrow = nn.Linear(10, 12, dtype=torch.bfloat16)
         self.factor = nn.Parameter(torch.tensor(0.5))
@@ -567,7 +567,9 @@ def joined(rank: int, world: int, kind: str) -> None:
     here = [arrived[i] if i < len(arrived) else dict.fromkeys(gradients(module)) for i in range(last)]
     exact: list[Gradients] = []
     for i in range(last):
-        own = local(module, i) if i < len(arrived) else {n: torch.zeros_like(p) for n, p in module.named_parameters()}
+        own: Gradients = {n: torch.zeros_like(p) for n, p in module.named_parameters()}
+        if i < len(arrived):
+            own = local(module, i)
         exact.append(average(own) if codec is not None else cast_average(own, CASTS[kind]))
     for i, got in enumerate(here):
         for name in got:  # what arrived on the rank that had inputs to the end
@@ -779,6 +781,7 @@ def copied(rank: int, world: int) -> None:
         loss_of(each, 1).backward()
     expect_equal(gradients(twin.module), gradients(module), "the copy")
     other = twin.backend.codec
+    assert other is not None
     expect(other is not codec and repr(other.state_dict()) == repr(codec.state_dict()), "state of the copy")
 
 
