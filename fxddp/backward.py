@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from . import _compat
 from .channel import RanksDisagree
+from .compression import Parcel, Session, Travelling
 from .decision import END, HOOK, Decision, Event
 from .executor import bucket_views
 from .packing import empty_bucket, packs
@@ -99,6 +101,7 @@ class Backward:
         self._explored = False
         self._later: dict[int, Tensor] = {}
         self._nested = backend.optimizer is not None and _compat.is_nested()
+        self._session: Session | None = None
         _compat.queue_callback(_AtEnd(self))
 
     @property
@@ -147,7 +150,9 @@ class Backward:
         members: Sequence[Tensor],
         kept: Sequence[int] | None,
         views: list[Tensor] | None,
+        wire: Tensor | None = None,
         *,
+        idle: AbstractSet[int] = frozenset(),
         is_last: bool,
         outside: bool = False,
     ) -> Launched:
@@ -158,10 +163,12 @@ class Backward:
             members: the parameters whose gradients it holds.
             kept: positions of those that get theirs from here; None for all.
             views: of all gradients in it; None if they are only made later.
+            wire: the bucket in the dtype in which it is to travel, if it was cast already.
+            idle: ids of the parameters that no rank takes a gradient of from here; the same ones on all ranks.
             is_last: whether no bucket of this graph, or of this end, follows.
             outside: no graph packed it.
         """
-        group, record, hook = self.group, self.record, self.backend.comm_hook
+        group, record, hook, codec = self.group, self.record, self.backend.comm_hook, self.backend.codec
         assert group is not None
         if kept is not None and views is not None:
             launched = Launched([members[i] for i in kept], [views[i] for i in kept], outside=outside)
@@ -169,9 +176,18 @@ class Backward:
             launched = Launched(members, views, outside=outside)
         if flat.numel():
             index = record.launches + record.uncovered_launches
-            if hook is None:
+            if codec is not None:
+                if self._session is None:
+                    self._session = self.backend.session()
+                reduce = partial(self.backend.transport(group).start, index=index, counts=False)
+                parcel = Parcel(flat, members, group, self._session, reduce, wire=wire, idle=idle, count=record.travels)
+                launched.work = codec.start(parcel, lambda: f"bucket {index} ({self._names(members)})")
+            elif hook is None:
+                group.settle()
                 launched.work = self.backend.transport(group).start(flat, index)
+                record.travels(flat.nbytes)
             else:
+                record.travels(flat.nbytes)
                 launched.work = hook.run(flat, members, index, group, is_last=is_last, names=self._names(members))
             if outside:
                 record.uncovered_launches += 1
@@ -180,20 +196,24 @@ class Backward:
         self._launched.append(launched)
         return launched
 
-    def launch_later(self, bucket: Bucket, flat: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> None:
+    def launch_later(
+        self, bucket: Bucket, flat: Tensor, parameters: Sequence[Tensor], wire: Tensor | None, *, is_last: bool
+    ) -> None:
         """`launch` for a bucket whose views all go the usual way: they are only made when they are needed."""
-        self._lazy.append((self.launch(flat, parameters, None, None, is_last=is_last), bucket, flat))
+        self._lazy.append((self.launch(flat, parameters, None, None, wire, is_last=is_last), bucket, flat))
 
     def _names(self, parameters: Sequence[Tensor]) -> str:
         more = f" and {len(parameters) - 4} more" if len(parameters) > 4 else ""
         return ", ".join(map(self.backend.watch.name, parameters[:4])) + more
 
-    def launched_inside(self, bucket_bytes: Sequence[int], views: list[Tensor], parameters: Sequence[Tensor]) -> None:
+    def launched_inside(self, buckets: Sequence[Bucket], views: list[Tensor], parameters: Sequence[Tensor]) -> None:
         """Notes gradients that a graph with collectives inside has reduced already."""
         assert self.group is not None
-        for nbytes in filter(None, bucket_bytes):
-            self.group.count()
-            self.record.launch(nbytes)
+        for bucket in buckets:
+            if bucket.nbytes:
+                self.group.count()
+                self.record.launch(bucket.nbytes)
+                self.record.travels(self.backend.settings.wire_bytes(bucket, self.group.size))
         self._launched.append(Launched(parameters, views))
 
     def hold(self, parameter: Tensor, scaled: Tensor) -> None:
@@ -327,7 +347,8 @@ class Backward:
             flat, views = self.fill(members, there, self.ids(decision.unused))
             others = [i for i, p in enumerate(members) if p is not parameter and bucket[i] not in decision.unused]
             is_last = bucket is decision.buckets[-1]
-            launched = self.launch(flat, members, others, views, is_last=is_last, outside=True)
+            unused = self.ids(decision.unused)
+            launched = self.launch(flat, members, others, views, idle=unused, is_last=is_last, outside=True)
             if number in bucket:
                 self.wait(launched)
                 grad.copy_(views[bucket.index(number)])
@@ -368,6 +389,8 @@ class Backward:
             launched.views = bucket_views(bucket, flat)
         self._lazy.clear()
         self._write_all(backend.optimizer if synchronises else None)
+        if self._session is not None:
+            self._session.commit()
         for parameter in self._stood_in.values():  # autograd has accumulated nothing here, and called nobody
             _compat.run_other_accumulation_hooks(parameter)
         for parameter, kept in self._aside.values():
@@ -426,7 +449,7 @@ class Backward:
         for members in packed:
             flat, views = self.fill(members, [None] * len(members), unused)
             kept = [i for i, p in enumerate(members) if id(p) not in unused]
-            self.launch(flat, members, kept, views, is_last=members is packed[-1], outside=True)
+            self.launch(flat, members, kept, views, idle=unused, is_last=members is packed[-1], outside=True)
             self.record.uncovered += tuple(map(backend.watch.name, members))
             self.record.uncovered_bytes += flat.nbytes
 
@@ -515,6 +538,9 @@ class Backward:
             with suppress(RuntimeError):
                 group = self.backend.lookup()
             self.record.sync = True
+        for launched in self._launched:
+            if isinstance(launched.work, Travelling):
+                launched.work.abandon()
         if self.record.sync and group is not None and not isinstance(error, RanksDisagree):
             group.give_up(f"{type(error).__name__}: {error}" if error else "an exception outside of fxddp")
             for launched in self._launched:

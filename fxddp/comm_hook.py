@@ -29,12 +29,6 @@ SINGLE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, defaul
 Future = torch.futures.Future[torch.Tensor]
 
 
-def hook_of(name: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The hook behind the `comm_hook` argument of `fxddp.backend`."""
-    named = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-    return named[name] if isinstance(name, str) else name
-
-
 class GradBucket:
     """A bucket as a hook sees it, with the methods of `torch.distributed.GradBucket`."""
 
@@ -140,6 +134,7 @@ class CommHook:
 
         if self._last is not None and self._hook not in SINGLE and group.backend_name == "gloo":
             group.wait(self._last, lambda: f"run communication hook {self.name}")
+        group.settle()
         group.count()
         try:
             future = self._hook(self._state, GradBucket(flat, parameters, index, is_last=is_last))

@@ -10,6 +10,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from . import _compat
 from . import ddp_arguments as checked
 from . import mixed_precision as precision
 from ._compat import data_parallel as stock
+from .compression import Codec
 from .config import make_settings
 from .ddp_logging import ForwardClock
 from .ddp_members import Members
@@ -130,7 +132,7 @@ class DistributedDataParallel(Members):
         mode: str | None = None,
         split: bool = True,
         keep_graphs: bool = False,
-        comm_hook: str | Callable[..., Any] | None = None,
+        comm_hook: str | Codec | Callable[..., Any] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         algorithm: str | None = None,
         dynamic: bool | None = None,
@@ -336,7 +338,7 @@ class DistributedDataParallel(Members):
         memo[id(self)] = new
         state = {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED}
         new.__dict__.update(copy.deepcopy({k: v for k, v in state.items() if k != "_settings"}, memo))
-        new.__dict__["_settings"] = self._settings
+        new.__dict__["_settings"] = replace(self._settings, codec=copy.deepcopy(self._settings.codec, memo))
         for key in ("process_group", "device_mesh"):
             if key in self.__dict__:
                 new.__dict__[key] = self.__dict__[key]

@@ -85,6 +85,12 @@ class Explanation:
         """Bytes of all buckets."""
         return sum(graph.plan.nbytes for graph in self.graphs)
 
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that travel for them: fewer, if they are compressed. `fxddp.Adaptive` is shown as it starts."""
+        buckets = (bucket for graph in self.graphs for bucket in graph.plan.buckets)
+        return sum(self.settings.wire_bytes(bucket, self.world_size or 1) for bucket in buckets)
+
     def __str__(self) -> str:
         settings = self.settings
         inner = settings.inner if isinstance(settings.inner, str) else getattr(settings.inner, "__name__", "a callable")
@@ -96,10 +102,14 @@ class Explanation:
             f"fxddp{ranks}: {graphs}, {buckets} buckets, {_size(self.nbytes)} of gradients",
             f"{sizes}, inner={inner}, {'split' if settings.split else 'unsplit'}",
         ]
+        what = "gradients"
+        if settings.codec is not None:
+            lines.append(f"compressed by {settings.codec} to {_size(self.wire_bytes)}")
+            what = "compressed gradients"
         if self.world_size:
-            sent = 2 * (self.world_size - 1) * self.nbytes // self.world_size
+            sent = 2 * (self.world_size - 1) * self.wire_bytes // self.world_size
             lines.append(
-                f"each rank sends at least {_size(sent)} a step (2(N-1)/N of the gradients, by a ring all-reduce)"
+                f"each rank sends at least {_size(sent)} a step (2(N-1)/N of the {what}, by a ring all-reduce)"
             )
         for index, graph in enumerate(self.graphs):
             lines += ["", f"graph {index}"]
@@ -156,6 +166,7 @@ def explain(
     if backend_arguments:
         given = make_settings(**backend_arguments)
         changed = {name for name in Settings.__slots__ if name in backend_arguments}
+        changed |= {"codec"} if "comm_hook" in backend_arguments else set()
         changed |= {"cap"} & {name.replace("bucket_mb", "cap") for name in backend_arguments}
         changed |= {"first_cap"} & {name.replace("bucket_mb", "cap") for name in backend_arguments}
         settings = replace(settings, **{name: getattr(given, name) for name in changed})

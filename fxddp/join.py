@@ -6,6 +6,8 @@ whether a synchronised backward follows. The numbers in events tell one wrapped 
 whose steps may come in any order.
 """
 
+from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from .channel import RanksDisagree
+from .compression import Parcel
 from .decision import BUFFERS, END, FORWARD, HOOKS, JOINED, Decision, Event, hooks_differ
 from .packing import empty_bucket, packs
 from .values import send
@@ -101,6 +104,7 @@ def _answer_notice(owner: int, group: "Group") -> None:
     if answered:
         group.notices = (first, answered - 1)
     else:
+        group.settle()
         group.wait(group.all_reduce(torch.zeros(1), counts=False), lambda: "answer a forward of a rank with inputs")
 
 
@@ -122,14 +126,22 @@ def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> No
         for members in tensors:
             send(members, group, backend.root(decision, group))
         return
-    _reduce_zeros(backend, group, tensors, at_end=step.kind == END)
+    idle = {id(backend.replica.tensor(number)) for number in {*decision.unused, *step.hooked}}
+    _reduce_zeros(backend, group, tensors, idle, at_end=step.kind == END)
     if step.kind == END:
         backend.shadowed_launches = 0
+        if backend.shadow_session is not None:
+            backend.shadow_session.commit()
+            backend.shadow_session = None
 
 
-def _reduce_zeros(backend: "Backend", group: "Group", tensors: list[list[Tensor]], *, at_end: bool) -> None:
-    works = []
-    hook = backend.comm_hook
+def _reduce_zeros(
+    backend: "Backend", group: "Group", tensors: list[list[Tensor]], idle: AbstractSet[int], *, at_end: bool
+) -> None:
+    works: list[tuple[Any, Tensor]] = []
+    hook, codec = backend.comm_hook, backend.codec
+    if codec is not None and backend.shadow_session is None:
+        backend.shadow_session = backend.session()
     for bucket in tensors:
         cap = backend.settings.cap if at_end else sum(t.nbytes for t in bucket)
         for members in packs(bucket, cap):
@@ -138,8 +150,14 @@ def _reduce_zeros(backend: "Backend", group: "Group", tensors: list[list[Tensor]
                 continue
             index, is_last = backend.shadowed_launches, bucket is tensors[-1]
             backend.shadowed_launches += 1
-            if hook is None:
-                works.append((backend.transport(group).start(flat.zero_(), index), flat))
+            transport = backend.transport(group)
+            if codec is not None and backend.shadow_session is not None:
+                reduce = partial(transport.start, index=index, counts=False)
+                parcel = Parcel(flat.zero_(), members, group, backend.shadow_session, reduce, idle=idle)
+                works.append((codec.start(parcel, lambda: "zeros"), flat))
+            elif hook is None:
+                group.settle()
+                works.append((transport.start(flat.zero_(), index), flat))
             else:
                 works.append((hook.run(flat.zero_(), members, index, group, is_last=is_last, names="zeros"), flat))
     for work, _ in works:
@@ -150,3 +168,4 @@ def _compare_hook(backend: "Backend", group: "Group", step: Event) -> None:
     if list(backend.hook_names) != list(step.details):
         mine = f"rank {group.rank}, which has no inputs left"
         raise RanksDisagree(hooks_differ(mine, backend.hook_names, "others", step.details))
+    backend.were_confirmed(group)

@@ -15,7 +15,9 @@ class BackwardRecord:
         sync: whether gradients were reduced.
         launches: all-reduces launched for buckets.
         pieces: compiled pieces run.
-        bytes: bytes of those buckets.
+        bytes: bytes of those buckets, as gradients.
+        wire_bytes: bytes that travelled for all buckets, in graphs and outside, after compression: those of an
+            all-reduce, of which each rank sends 2(N-1)/N by a ring.
         uncovered: names of the parameters that were reduced outside of the graphs, after the backward.
         uncovered_bytes: bytes of their gradients.
         uncovered_launches: all-reduces launched for them.
@@ -29,6 +31,7 @@ class BackwardRecord:
     launches: int = 0
     pieces: int = 0
     bytes: int = 0
+    wire_bytes: int = 0
     uncovered: tuple[str, ...] = ()
     uncovered_bytes: int = 0
     uncovered_launches: int = 0
@@ -48,6 +51,10 @@ class BackwardRecord:
         self.launches += 1
         self.bytes += nbytes
         return index
+
+    def travels(self, nbytes: int) -> None:
+        """Notes that a collective carries this many bytes for a bucket."""
+        self.wire_bytes += nbytes
 
     def wait(self, index: int) -> None:
         """Notes that the wait for a bucket starts."""

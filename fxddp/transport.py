@@ -34,12 +34,13 @@ ALGORITHMS = ("all_reduce", "ring", "hierarchical")
 class Transport(Protocol):
     """Sums buckets over the ranks."""
 
-    def start(self, tensor: Tensor, index: int) -> Any:
-        """Starts summing a flat tensor, in place; returns the work.
+    def start(self, tensor: Tensor, index: int, *, counts: bool = True) -> Any:
+        """Starts summing a tensor, in place; returns the work.
 
         Args:
-            tensor: the bucket.
+            tensor: the bucket, or what a codec made of it.
             index: how many were launched before it in this backward; the same on all ranks.
+            counts: whether what ranks announce says that it was started.
         """
 
     def describe(self, index: int) -> str:
@@ -52,9 +53,9 @@ class OneGroup:
     def __init__(self, group: "Group") -> None:
         self._group = group
 
-    def start(self, tensor: Tensor, index: int) -> Any:
+    def start(self, tensor: Tensor, index: int, *, counts: bool = True) -> Any:
         """As in `Transport`."""
-        return self._group.all_reduce(tensor)
+        return self._group.all_reduce(tensor, counts=counts)
 
     def describe(self, index: int) -> str:
         """As in `Transport`."""
@@ -68,9 +69,9 @@ class Lanes:
         self._group = group
         self._lanes = lanes
 
-    def start(self, tensor: Tensor, index: int) -> Any:
+    def start(self, tensor: Tensor, index: int, *, counts: bool = True) -> Any:
         """As in `Transport`."""
-        return self._group.all_reduce(tensor, self._lanes[index % len(self._lanes)])
+        return self._group.all_reduce(tensor, self._lanes[index % len(self._lanes)], counts=counts)
 
     def describe(self, index: int) -> str:
         """As in `Transport`."""
@@ -131,10 +132,12 @@ class Stages:
         self._line: list[Staged] = []
         self._streams: list[Any] = []
 
-    def start(self, tensor: Tensor, index: int) -> Any:
+    def start(self, tensor: Tensor, index: int, *, counts: bool = True) -> Any:
         """As in `Transport`."""
-        self._group.count()
-        bucket = Staged(self, torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor, self._parts)
+        if counts:
+            self._group.count()
+        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+        bucket = Staged(self, flat, self._parts)
         if tensor.device.type == "cuda":
             return self._start_on_streams(bucket)
         self._line.append(bucket)

@@ -1,6 +1,9 @@
 """`fxddp.explain`: what it says about a model, before and while it trains, without a process group."""
 
+import math
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +70,32 @@ def test_the_report_shows_the_numbers_of_the_plan() -> None:
     assert f"{sent / 1024:.4g} KiB a step" in text
     for name in ("inner.weight", "odd.linear.weight", "fixed.bias", "idle.weight"):
         assert name in text
+
+
+@pytest.mark.parametrize(
+    ("hook", "wire_bytes"),
+    [
+        (None, lambda shapes, world: sum(4 * math.prod(s) for s in shapes)),
+        ("fp16", lambda shapes, world: sum(2 * math.prod(s) for s in shapes)),
+        ("bf16", lambda shapes, world: sum(2 * math.prod(s) for s in shapes)),
+        (
+            fxddp.PowerSGD(2, min_compression_rate=0.5),
+            lambda shapes, world: sum(4 * (2 * sum(s) if len(s) == 2 else math.prod(s)) for s in shapes),
+        ),
+        (
+            fxddp.Int8(block=8),
+            lambda shapes, world: world * math.ceil(sum(map(math.prod, shapes)) / (world * 8)) * (8 + 4),
+        ),
+        (fxddp.Adaptive(), lambda shapes, world: sum(4 * math.prod(s) for s in shapes)),
+    ],
+)
+def test_it_shows_what_travels(hook: Any, wire_bytes: Callable[..., int]) -> None:
+    found = fxddp.explain(Net(), torch.randn(6, 8), world_size=3, inner="aot_eager", comm_hook=hook)
+    shapes = [[grad.shape for grad in bucket.grads] for graph in found.graphs for bucket in graph.plan.buckets]
+    expected = sum(wire_bytes(bucket, 3) for bucket in shapes)
+    assert found.wire_bytes == expected
+    assert f"{2 * 2 * expected // 3 / 1024:.4g} KiB a step" in str(found)
+    assert (f"compressed by {hook} to {expected / 1024:.4g} KiB" in str(found)) is (hook is not None)
 
 
 def test_it_holds_the_graphs_and_what_each_pass_did() -> None:
