@@ -6,9 +6,10 @@ A codec gets buckets of any parameters: what is packed together may change from 
 remembers belongs to a parameter, and is saved under the parameter's qualified name.
 
 Note [rounds]: the next collective for a bucket starts when the one before is done. All collectives of a bucket start
-before anything else starts on the group (`Group.settle`), in the thread that launches. So their order is that of the
-launches, on every rank, whoever waits for what and when. A bucket's collectives are counted when it is launched, as
-what is announced next says how many there were.
+before anything else starts on the group, and before a rank waits for the others' records (`Group.settle`), in the
+thread that launches. So their order is that of the launches, on every rank, whoever waits for what and when, and no
+rank waits for a collective that another one will only start when it hears of this one. A bucket's collectives are
+counted when it is launched, as what is announced next says how many there were.
 
 Note [one backward]: what a codec learns from a bucket counts when the backward is over, as weights are then about to
 change. A backward that raises leaves no trace, and so does a parameter that no rank has a gradient of. The one thing
@@ -62,7 +63,11 @@ Rounds = Iterator[Round]
 
 
 class Memory:
-    """What a codec keeps for each parameter, by name of the thing; forgotten with the parameter."""
+    """What a codec keeps for each parameter, by name of the thing; forgotten with the parameter.
+
+    Parameters of one name, as of blocks of one class that are compiled one by one, are numbered in the order in which
+    they first travel: "weight", "weight (2)", ….
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[weakref.ref[Tensor], str, dict[str, Any]]] = {}
@@ -81,24 +86,18 @@ class Memory:
             def forget(_: object) -> None:
                 kept.pop(identity, None)
 
-            full = name(parameter)
+            taken = {full for _, full, _ in kept.values()}
+            plain_name = full = name(parameter)
+            number = 1
+            while full in taken:
+                number += 1
+                full = f"{plain_name} ({number})"
             found = _like(parameter, full, self._loaded.pop(full, {}))
             kept[identity] = (weakref.ref(parameter, forget), full, found)
         return self._kept[identity][2]
 
     def items(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Everything, by name.
-
-        Raises:
-            RuntimeError: two parameters have the same name.
-        """
-        names = [name for _, name, _ in self._kept.values()]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise RuntimeError(
-                f"two parameters are called {twice}, so that a codec's state cannot tell them apart: give each model a "
-                "backend and a codec of its own"
-            )
+        """Everything, by name."""
         yield from ((name, found) for _, name, found in self._kept.values())
         yield from self._loaded.items()
 
@@ -376,10 +375,8 @@ class Codec(ABC):
         """What is to be saved with a checkpoint, by qualified names of the parameters.
 
         Errors are this rank's own and differ between ranks: save one on each rank. Tensors are copies, in the
-        parameters' shapes where they are errors.
-
-        Raises:
-            RuntimeError: two parameters have the same name.
+        parameters' shapes where they are errors. Parameters of one name, as of blocks of one class that are compiled
+        one by one, are numbered in the order in which they first travel, which a resumed run must keep.
         """
         found = {}
         for name, values in self.memory.items():
