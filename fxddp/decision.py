@@ -236,7 +236,7 @@ def _difference(active: dict[int, Event], name: Callable[[int], str]) -> str:
             f"tensor hooks sit on {some(first.hooked, name) or 'nothing'} on rank {rank} and on "
             f"{some(event.hooked, name) or 'nothing'} on rank {other}"
         )
-    if event.kind == HOOKS:
+    if event.kind == HOOKS and event.details != first.details:
         return hooks_differ(f"rank {other}", event.details, f"rank {rank}", first.details)
     if event.kind == BUFFERS:
         return (
