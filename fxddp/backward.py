@@ -88,6 +88,7 @@ class Backward:
         self._returned: dict[int, tuple[Tensor, Any]] = {}
         self._undefined: dict[int, tuple[Tensor, int]] = {}
         self._stood_in: dict[int, Tensor] = {}
+        self._spared: list[tuple[Tensor, dict[int, Any]]] = []
         self._strangers: list[Tensor] = []
         self._explored = False
         _compat.queue_callback(_AtEnd(self))
@@ -195,6 +196,18 @@ class Backward:
         """Notes that a parameter gets a gradient that only other ranks have: autograd will call no hook for it."""
         if len(_compat.hooks_after_accumulation(parameter) or ()) > 1:
             self._stood_in[id(parameter)] = parameter
+
+    def spare_hooks(self, parameter: Tensor) -> None:
+        """Has no tensor hook of a parameter called with None in this backward, for a gradient that a graph leaves out.
+
+        Eager code would not even reach the parameter.
+        """
+        if _compat.hooks_before_accumulation(parameter):
+            self._spared.append((parameter, _compat.spare_undefined(parameter)))
+
+    def _spare_no_more(self) -> None:
+        while self._spared:
+            _compat.spare_no_more(*self._spared.pop())
 
     def left_out(self, parameter: Tensor) -> None:
         """Notes that a graph gives a parameter no gradient in this backward."""
@@ -343,6 +356,7 @@ class Backward:
 
     @torch.no_grad()
     def _finish(self) -> None:
+        self._spare_no_more()
         backend = self.backend
         for stranger in self._strangers:
             if stranger.grad is not None:
@@ -466,6 +480,7 @@ class Backward:
         if self.over:
             return
         self.over = True
+        self._spare_no_more()
         for parameter, old in [*self._taken.values(), *self._aside.values()]:
             parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
         self._taken.clear()

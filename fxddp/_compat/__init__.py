@@ -21,6 +21,8 @@ from .autograd import (
     restricted_to,
     run_other_accumulation_hooks,
     sequence_number,
+    spare_no_more,
+    spare_undefined,
     task_id,
     upstream_leaves,
 )
@@ -116,6 +118,8 @@ __all__ = [
     "run_other_accumulation_hooks",
     "saved_context",
     "sequence_number",
+    "spare_no_more",
+    "spare_undefined",
     "stand_in",
     "store_host",
     "task_id",

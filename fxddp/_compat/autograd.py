@@ -127,6 +127,31 @@ def hooks_before_accumulation(parameter: Tensor) -> Any:
     return parameter._backward_hooks
 
 
+def spare_undefined(parameter: Tensor) -> dict[int, Any]:
+    """Has a parameter's tensor hooks not be called for an undefined gradient; returns them by id, for `spare_no_more`.
+
+    Those of `register_multi_grad_hook` count how often they are called, and know what None means.
+    """
+    hooks: Any = parameter._backward_hooks
+    spared = {key: hook for key, hook in hooks.items() if getattr(hook, "__qualname__", "") != _COUNTS_CALLS}
+    for key, hook in spared.items():
+        hooks[key] = _unless_undefined(hook)
+    return spared
+
+
+_COUNTS_CALLS = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>.inner_hook"
+
+
+def _unless_undefined(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor | None], Tensor | None]:
+    return lambda gradient: None if gradient is None else hook(gradient)
+
+
+def spare_no_more(parameter: Tensor, spared: dict[int, Any]) -> None:
+    """Takes back `spare_undefined`."""
+    hooks: Any = parameter._backward_hooks
+    hooks.update({key: hook for key, hook in spared.items() if key in hooks})
+
+
 def creates_graph() -> bool:
     """Whether the running backward was asked for a graph of its own (`create_graph=True`), called from a hook in it."""
     return torch.is_grad_enabled()
