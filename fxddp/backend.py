@@ -203,12 +203,16 @@ class Backend:
             RuntimeError: there is one already.
             TypeError, ValueError: it is no such function.
         """
+        self.use_comm_hook(CommHook(state, hook))
+
+    def use_comm_hook(self, hook: CommHook) -> None:
+        """`register_comm_hook` of what is one already."""
         if self.comm_hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once: this backend has "
                 f"{self.comm_hook.name} already"
             )
-        self.comm_hook = CommHook(state, hook)
+        self.comm_hook = hook
 
     def confirm_comm_hook(self, group: Group) -> None:
         """Compares a new hook with the other ranks', who would otherwise start other collectives."""

@@ -151,6 +151,42 @@ class CommHook:
         return work
 
 
+class ReducedPrecision(CommHook):
+    """Averages in another dtype, as `reduce_dtype` of DistributedDataParallel's mixed precision: sums, then divides.
+
+    Complex buckets are averaged as they are.
+
+    Args:
+        dtype: a floating point type.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.name = f"the average in {dtype}"
+        self.confirmed_by = None
+        self._dtype = dtype
+
+    def run(
+        self, flat: Tensor, parameters: Sequence[Tensor], index: int, group: "Group", *, is_last: bool, names: str
+    ) -> Any:
+        """Starts the all-reduce of a bucket."""
+        return CastWork(flat, self._dtype if flat.is_floating_point() else flat.dtype, group)
+
+
+class CastWork:
+    """The average of a bucket that travels in another dtype; waits as the work of a collective does."""
+
+    def __init__(self, flat: Tensor, dtype: torch.dtype, group: "Group") -> None:
+        self._flat = flat
+        self._sum = flat.to(dtype)
+        self._size = group.size
+        self._work = group.all_reduce(self._sum)
+
+    def wait(self, *timeout: timedelta) -> None:
+        """Waits for the sum, and puts the average into the bucket."""
+        self._work.wait(*timeout)
+        self._flat.copy_(self._sum.div_(self._size))
+
+
 def _annotations(hook: Callable[..., Any]) -> tuple[Any, Any]:
     """What a hook says of its bucket and its result; None where it says nothing, or what cannot be looked up."""
     try:

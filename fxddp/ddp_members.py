@@ -129,7 +129,10 @@ class Members(nn.parallel.DistributedDataParallel):
         self.register_comm_hook(None, stock.builtin_hook(comm_hook_type))
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        raise NotImplementedError(_later("_register_fused_optim"))
+        raise NotImplementedError(
+            "_register_fused_optim: not there yet; an optimizer in post-accumulate hooks, as "
+            "_apply_optimizer_in_backward makes them, works"
+        )
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         raise NotImplementedError("_set_sparse_metadata: fxddp averages sparse gradients as dense ones")
@@ -139,12 +142,6 @@ class Members(nn.parallel.DistributedDataParallel):
             "_remove_autograd_hooks: there is no Reducer whose hooks could be removed; use .module to train without "
             "averaging"
         )
-
-
-def _later(what: str) -> str:
-    return (
-        f"{what}: fxddp.DistributedDataParallel has no communication hooks yet; it averages in the gradients' own dtype"
-    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

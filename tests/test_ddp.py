@@ -782,15 +782,85 @@ def reduced(rank: int, world: int, compiles: bool) -> None:
         return torch.func.functional_call(half, halves, (data(0, 6, 8).bfloat16(),)).float().square().mean()
 
     expect(all(p.dtype == p.grad.dtype == torch.float32 for p in module.parameters() if p.grad is not None), "float32")
-    expect_equal(gradients(module), average(local_gradients(plain, loss)), "averaged in float32", tol=1e-2)
+    expect_equal(gradients(module), average(local_gradients(plain, loss)), "averaged", tol=1e-2)
     expect(all(v.dtype != torch.bfloat16 for v in model.module.parameters()), "parameters stay")
-    with pytest.warns(UserWarning, match="reduce_dtype=torch.float16 is not supported yet"):
-        wrapped(seeded(0, Precise), mixed_precision=_MixedPrecision(torch.float16, torch.float16))
 
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_mixed_precision(pool: Pool, compiles: bool):
     pool.run(reduced, compiles)
+
+
+def average_in(dtype: torch.dtype, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """As torch's hook does it: sums in this dtype, then divides."""
+    found: dict[str, Tensor | None] = {}
+    for name, gradient in gradients.items():
+        if gradient is None:
+            found[name] = None
+            continue
+        wire = gradient.to(dtype) if gradient.is_floating_point() else gradient.clone()
+        dist.all_reduce(torch.view_as_real(wire) if wire.is_complex() else wire)
+        found[name] = wire.div_(dist.get_world_size()).to(gradient.dtype)
+    return found
+
+
+class Mixed(Mlp):
+    """A model with parameters of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short = nn.Parameter(torch.randn(5).bfloat16())
+        self.phase = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (y.sum() * self.short.float()).sum() + (y.sum() * self.phase).abs().sum()
+
+
+def reduced_on_the_way(rank: int, world: int, options: dict[str, Any]) -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    low, high = torch.bfloat16, torch.float64
+    for dtype in (low, high):
+        module = seeded(0, Mixed)
+        model = wrapped(module, mixed_precision=_MixedPrecision(reduce_dtype=dtype), **options)
+        loss_of(model, 0).backward()
+        expect_equal(gradients(module), average_in(dtype, local(module, 0)), f"first step in {dtype}")
+        if dtype is low:
+            usual, found = average(local(module, 0))["first.bias"], module.first.bias.grad
+            expect(str(usual) != str(found), "averaged in float32: this tests nothing")
+        module.zero_grad()
+        with model.no_sync():
+            loss_of(model, 1).backward()
+        expect_equal(gradients(module), local(module, 1), "what stays local, in full precision")
+        loss_of(model, 2).backward()
+        expect_equal(gradients(module), average_in(dtype, local(module, 1, 2)), "accumulated")
+        expect(model.backend.stats().last.launches + model.backend.stats().last.uncovered_launches > 3, "buckets")
+        with model.join():
+            for i in range(3 - rank):
+                module.zero_grad()
+                loss_of(model, i).backward()
+        if rank == 0:
+            alone = {n: None if g is None else g.to(dtype) / 2 for n, g in local(module, 2).items() if n != "phase"}
+            shares = {n: None if g is None else g.to(dtype) for n, g in gradients(module).items() if n != "phase"}
+            expect_equal(shares, alone, "joined by zeros")
+        twin = copy.deepcopy(model)
+        twin.zero_grad()
+        loss_of(twin, 3).backward()
+        expect_equal(gradients(twin.module), average_in(dtype, local(module, 3)), "a copy")
+    refused = str(error_of(lambda: model.register_comm_hook(None, lambda state, bucket: None)))
+    expect("has the average in torch.float64 already" in refused, refused)
+    by_default = wrapped(seeded(0, Mlp), mixed_precision=_MixedPrecision(param_dtype=low), **options)
+    expect(by_default.backend.comm_hook is not None, "gradients travel in param_dtype by default")
+    same = wrapped(seeded(0, Mlp), mixed_precision=_MixedPrecision(low, torch.float32), **options)
+    expect(same.backend.comm_hook is None, "the parameters' own dtype needs nothing")
+    refused = str(error_of(lambda: wrapped(seeded(0, Mlp), mixed_precision=_MixedPrecision(reduce_dtype=torch.int32))))
+    expect("cannot be averaged in torch.int32" in refused, refused)
+
+
+@pytest.mark.parametrize("options", [{}, {"split": False}, {"compile": False}], ids=str)
+def test_gradients_travel_in_another_precision(pool: Pool, options: dict[str, Any]):
+    pool.run(reduced_on_the_way, options)
 
 
 # ---- looking ---------------------------------------------------------------------------------------------------------
