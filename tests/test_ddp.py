@@ -15,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxddp
+from fxddp import ddp_arguments
 from tests.live.lab import (
     SMALL,
     Mlp,
@@ -638,6 +640,26 @@ def refused(rank: int, world: int) -> None:
 
 def test_refusals_name_the_argument(pool: Pool):
     pool.run(refused)
+
+
+def on_devices(*devices: str) -> list[tuple[str, nn.Parameter]]:
+    """Named fake parameters on devices that need not be there."""
+    with FakeTensorMode():
+        return [(f"{i}.weight", nn.Parameter(torch.empty_strided((2,), (1,), device=d))) for i, d in enumerate(devices)]
+
+
+def test_devices_of_the_module():
+    """A module on several devices of one kind takes no device_ids, one on several kinds is refused, as by torch."""
+    one, several = on_devices("cuda:1", "cuda:1"), on_devices("cuda:0", "cuda:1")
+    assert ddp_arguments.devices([1], None, [p for _, p in one]) == ([1], 1)
+    assert ddp_arguments.devices(None, None, [p for _, p in one]) == (None, None)
+    ddp_arguments.module(Mlp(), several)
+    assert ddp_arguments.devices(None, None, [p for _, p in several]) == (None, None)
+    for ids, output in (([0], None), (None, 1)):
+        with pytest.raises(ValueError, match=r"module parameters \['cuda:0', 'cuda:1'\]. Leave both out"):
+            ddp_arguments.devices(ids, output, [p for _, p in several])
+    with pytest.raises(ValueError, match=r"same type of devices.*\['cpu', 'cuda'\]"):
+        ddp_arguments.module(Mlp(), on_devices("cpu", "cuda:0"))
 
 
 def different(rank: int, world: int) -> None:
