@@ -44,7 +44,7 @@ class Launched:
     """A bucket under way: the work, and which of its views go to which parameters.
 
     Attributes:
-        index: its number among the launches of graphs; -1 for one of `outside`.
+        index: its number among the launches of graphs, or among those of `outside`; -1 if nothing travels.
         work: what to wait for; None if nothing travels.
         parameters, views: whose gradients they become at the end of the backward.
         outside: no graph packed it.
@@ -165,10 +165,7 @@ class Backward:
             else:
                 index = record.launches + record.uncovered_launches
                 launched.work = hook.run(flat, members, index, group, is_last=is_last, names=self._names(members))
-            if outside:
-                record.uncovered_launches += 1
-            else:
-                launched.index = record.launch(flat.nbytes)
+            launched.index = record.launch_outside() if outside else record.launch(flat.nbytes)
         self._launched.append(launched)
         return launched
 
@@ -445,8 +442,7 @@ class Backward:
     def wait(self, launched: Launched) -> None:
         """Waits for a bucket."""
         if launched.work is not None:
-            if not launched.outside:
-                self.record.wait(launched.index)
+            self.record.wait(launched.index, outside=launched.outside)
             assert self.group is not None
             self.group.wait(launched.work, lambda: f"average {self._names(launched.parameters)}")
             launched.work = None
