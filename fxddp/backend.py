@@ -105,6 +105,10 @@ class Backend:
         """Whether a tensor is to be left alone, neither sent nor averaged."""
         return False
 
+    def expects_sparse(self, parameter: Tensor, group: Group) -> bool:
+        """Whether all ranks average what a parameter has at the end of a backward as a sparse gradient."""
+        return False
+
     def _settings_for(self, options: Mapping[str, Any] | None, mode: str | None) -> Settings:
         """The settings with what `torch.compile` itself was given: inductor's `options` and `mode`."""
         if not options and not mode:

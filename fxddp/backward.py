@@ -27,7 +27,7 @@ from . import _compat
 from .channel import RanksDisagree
 from .decision import END, HOOK, Decision, Event
 from .executor import bucket_views
-from .packing import empty_bucket, packs
+from .packing import empty_bucket, packs, sparse_gradient
 from .passes.plan import Bucket
 from .stats import BackwardRecord
 from .uncovered import Watch, parameters_registered
@@ -225,11 +225,16 @@ class Backward:
             return True
         return bool(self._aside) and any(id(p) in self._aside for p in parameters)
 
-    def take(self, parameter: Tensor) -> Tensor | None:
-        """Takes what a parameter accumulated so far, to be put back if this backward fails."""
+    def take(self, parameter: Tensor, *, sparse: bool = False) -> Tensor | None:
+        """Takes what a parameter accumulated so far, to be put back if this backward fails.
+
+        Args:
+            parameter: whose.
+            sparse: it may be a sparse tensor.
+        """
         identity = id(parameter)
         grad = parameter.grad
-        if grad is not None and grad.layout is not torch.strided:
+        if grad is not None and grad.layout is not torch.strided and not sparse:
             grad = grad.to_dense()
         kept = self._aside.pop(identity, (parameter, None))[1]
         if kept is not None and grad is not None:
@@ -280,6 +285,20 @@ class Backward:
             if old is None and not held:
                 self.stands_in(parameter)
         return flat, views
+
+    def launch_sparse(self, parameter: Tensor, group: "Group") -> None:
+        """Starts averaging a sparse gradient, or the lack of one here."""
+        old = self.take(parameter, sparse=True)
+        held = self._held.pop(id(parameter), (parameter, []))[1]
+        if old is None and not held:
+            self.stands_in(parameter)
+        total = sparse_gradient(parameter, held if old is None else [old * self.scale, *held])
+        launched = Launched([parameter], [total], outside=True)
+        launched.work = group.all_reduce(total)
+        launched.index = self.record.launch_outside()
+        self._launched.append(launched)
+        self.record.uncovered += (self.backend.watch.name(parameter),)
+        self.record.uncovered_bytes += total.values().nbytes
 
     # --- called by hooks, when autograd accumulated into a watched parameter ----------------------
 
@@ -422,11 +441,14 @@ class Backward:
     def stand_in(self, decision: Decision, group: "Group") -> None:
         """Takes part in the reduction of buckets that no graph of this rank packs."""
         backend = self.backend
-        packed = [
-            members
-            for bucket in decision.buckets
-            for members in packs(map(backend.replica.tensor, bucket), backend.settings.cap)
-        ]
+        at_end = group.rank not in decision.again  # and so are all others: none of them packs these into a bucket
+        sparse: list[Tensor] = []
+        packed: list[list[Tensor]] = []
+        for bucket in decision.buckets:
+            members = list(map(backend.replica.tensor, bucket))
+            sparse += [p for p in members if at_end and backend.expects_sparse(p, group)]
+            dense = [p for p in members if not (at_end and backend.expects_sparse(p, group))]
+            packed += packs(dense, backend.settings.cap)
         unused = self.ids(decision.unused)
         for members in packed:
             flat, views = self.fill(members, [None] * len(members), unused)
@@ -434,6 +456,8 @@ class Backward:
             self.launch(flat, members, kept, views, is_last=members is packed[-1], outside=True)
             self.record.uncovered += tuple(map(backend.watch.name, members))
             self.record.uncovered_bytes += flat.nbytes
+        for parameter in sparse:
+            self.launch_sparse(parameter, group)
 
     def ids(self, numbers: Iterable[int]) -> set[int]:
         """The ids of the parameters with these numbers."""
@@ -458,7 +482,10 @@ class Backward:
             if id(parameter) in self._returned and not launched.outside:
                 continue
             current = parameter.grad
-            if taken and id(parameter) in taken:
+            if view.is_sparse:
+                taken.pop(id(parameter), None)
+                parameter.grad = view if current is None else view + current
+            elif taken and id(parameter) in taken:
                 _, old = taken.pop(id(parameter))
                 old.copy_(view)
                 _compat.keep_until_read(view)

@@ -77,6 +77,8 @@ class HookWork:
         self._flat = flat
         self._failed = failed
         self._done = threading.Event()
+        if not hasattr(future, "add_done_callback"):
+            raise TypeError(f"callback must return a torch.futures.Future object, but got {type(future).__name__}")
         future.add_done_callback(lambda _: self._done.set())
 
     def wait(self, timeout: timedelta | None = None) -> None:

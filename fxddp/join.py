@@ -4,6 +4,10 @@ Note [join]: every step that communicates is announced (`channel.py`), so a rank
 from the records what the others reduce, and takes part with zeros. Under `join` a forward is announced too: it says
 whether a synchronised backward follows. The numbers in events tell one wrapped model from another on the same group,
 whose steps may come in any order.
+
+A last forward with grad enabled that gets no backward leaves ranks without inputs waiting until the group's timeout:
+`Join` tells nobody of its end before it asks all ranks who is left. (Stock DDP's shadows then pair an all-reduce of
+gradients with that question.) Evaluate under `no_grad`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +18,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from .channel import RanksDisagree
 from .decision import BUFFERS, COMM_HOOK, END, FORWARD, JOINED, Decision, Event
-from .packing import empty_bucket, packs
+from .packing import empty_bucket, packs, sparse_gradient
 from .replica import send_buffers
 
 if TYPE_CHECKING:
@@ -129,6 +133,10 @@ def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> No
 def _reduce_zeros(backend: "Backend", group: "Group", tensors: list[list[Tensor]], *, at_end: bool) -> None:
     works = []
     hook = backend.comm_hook
+    sparse = [p for bucket in tensors for p in bucket if at_end and backend.expects_sparse(p, group)]
+    if sparse:
+        known = set(map(id, sparse))
+        tensors = [[p for p in bucket if id(p) not in known] for bucket in tensors]
     for bucket in tensors:
         cap = backend.settings.cap if at_end else sum(t.nbytes for t in bucket)
         for members in packs(bucket, cap):
@@ -141,6 +149,9 @@ def _reduce_zeros(backend: "Backend", group: "Group", tensors: list[list[Tensor]
             index, is_last = backend.shadowed_launches, bucket is tensors[-1]
             works.append((hook.run(flat.zero_(), members, index, group, is_last=is_last, names="zeros"), flat))
             backend.shadowed_launches += 1
+    for parameter in sparse:
+        zeros = sparse_gradient(parameter)
+        works.append((group.all_reduce(zeros), zeros))
     for work, _ in works:
         group.wait(work, lambda: "take part with zeros")
 

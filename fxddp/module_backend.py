@@ -40,6 +40,7 @@ class ModuleBackend(Backend):
         self._buffer_events: dict[Any, Event] = {}
         self.watch = _Watch(self)
         self.modules = Modules(self.watch)
+        self._sparse: set[int] = set()
         self._registered = -1
         self.keep_up()  # what is wrapped is going to be trained
 
@@ -49,6 +50,8 @@ class ModuleBackend(Backend):
             self._registered = parameters_registered()
             with torch.enable_grad():
                 self.adopt(self._living())
+            embeddings = (part for part in self._living().modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+            self._sparse = {id(part.weight) for part in embeddings if part.sparse}
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
         """The module's parameters by name, without those to leave alone."""
@@ -74,6 +77,10 @@ class ModuleBackend(Backend):
     def known_tensors(self, owners_of: Any = None) -> list[tuple[str, Tensor]]:
         """As `Backend.known_tensors`, without those to leave alone."""
         return [(name, tensor) for name, tensor in super().known_tensors(owners_of) if not self.is_ignored(tensor)]
+
+    def expects_sparse(self, parameter: Tensor, group: Group) -> bool:
+        """As `Backend.expects_sparse`: those of embeddings that say so, on gloo, which alone sums them over ranks."""
+        return id(parameter) in self._sparse and self.comm_hook is None and group.backend_name == "gloo"
 
     @property
     def is_local(self) -> bool:

@@ -9,6 +9,7 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -582,6 +583,8 @@ def test_compositions(pool: Pool):
 
 
 def strangers(rank: int, world: int) -> None:
+    from torch.distributed._shard.sharded_tensor import ones as shards_of_ones
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_module
@@ -590,6 +593,14 @@ def strangers(rank: int, world: int) -> None:
     expect("DTensor" in str(error_of(lambda: wrapped(distribute_module(Mlp(), mesh)))), "DTensor")
     error = str(error_of(lambda: wrapped(cast("nn.Module", fully_shard(Mlp(), mesh=mesh)))))
     expect("FSDP" in error or "DTensor" in error, error)
+    sharded = seeded(0, Mlp)
+    spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+    sharded.shards = nn.Parameter(shards_of_ones(spec, 4, 2), requires_grad=False)
+    expect("ShardedTensor" in str(error_of(lambda: wrapped(sharded))), "ShardedTensor")
+    Stock._set_params_and_buffers_to_ignore_for_model(sharded, ["shards"])
+    loss_of(wrapped(sharded), 0).backward()
+    del sharded.shards
+    expect_equal(gradients(sharded), average(local(sharded, 0)), "beside what is left alone")
     module = seeded(0, Mlp)
     model = wrapped(module, device_mesh=mesh)
     expect(model.device_mesh is mesh and model.process_group is mesh.get_group(), "the mesh's group")
@@ -603,6 +614,93 @@ def strangers(rank: int, world: int) -> None:
 
 def test_meshes_and_sharded_parameters(pool: Pool):
     pool.run(strangers, discard=True)
+
+
+# ---- sparse gradients ------------------------------------------------------------------------------------------------
+
+
+class Bags(nn.Module):
+    """Embeddings with sparse gradients, of which one may be left out, and one that is used densely as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.tags = nn.Embedding(30, 4, sparse=True), nn.EmbeddingBag(20, 4, sparse=True)
+        self.tied, self.last = nn.Embedding(6, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, *, tagged: bool) -> Tensor:
+        y = self.words(x).sum(1) + (self.tags(x % 20) if tagged else 0)
+        return self.last(y + self.tied(x % 6).mean(1)) @ self.last.weight @ self.tied.weight.T
+
+
+def bag_loss(model: Any, i: int, *, tagged: bool) -> Tensor:
+    x = torch.randint(30, (4, 3), generator=torch.Generator().manual_seed(10 * i + dist.get_rank()))
+    return model(x, tagged=tagged).square().mean()
+
+
+def sparse(rank: int, world: int, compiles: bool, unused: bool) -> None:
+    """Averages stay sparse, also where a rank has no gradient or a dense one, which stock DDP refuses."""
+    module = seeded(0, Bags)
+    model = wrapped(module, compile=compiles, find_unused_parameters=unused)
+    tagged = not unused or rank == 1
+    step = partial(bag_loss, tagged=tagged)
+
+    def dense(gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        return {name: None if g is None else g.to_dense() for name, g in gradients.items()}
+
+    def check(what: str, *numbers: int) -> None:
+        mine = dense(local_gradients(module, *(partial(step, i=i) for i in numbers)))
+        zeros = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+        mine = {name: zeros[name] if g is None else g for name, g in mine.items()}
+        expect_equal(dense(gradients(module)), average(mine), what, tol=1e-6)
+        for name in ("words.weight", "tags.weight"):
+            expect(dict(module.named_parameters())[name].grad.is_sparse, f"{what}: {name}")
+
+    optimizer = torch.optim.SparseAdam([module.words.weight, module.tags.weight])
+    for i in range(2):
+        model.zero_grad()
+        step(model, i).backward()
+        check(f"step {i}", i)
+        optimizer.step()
+    step(model, 3).backward()
+    model.zero_grad()
+    with model.no_sync():
+        step(model, 4).backward()
+    step(model, 5).backward()
+    check("accumulated", 4, 5)
+    with model.join():
+        for i in range(3 - rank):
+            model.zero_grad()
+            step(model, i).backward()
+            if i == 2:  # the other rank takes part with zeros
+                alone = {n: g for n, g in dense(local_gradients(module, partial(step, i=2))).items() if g is not None}
+                found = dense(gradients(module))
+                expect_equal({n: found[n] for n in alone}, {n: g / world for n, g in alone.items()}, "joined", tol=1e-6)
+
+
+def sparse_like_stock(rank: int, world: int) -> None:
+    modules = [seeded(0, lambda: nn.EmbeddingBag(30, 4, sparse=True)) for _ in range(2)]
+    for i in range(3):
+        for module, model in zip(modules, (wrapped(modules[0]), Stock(modules[1])), strict=True):
+            module.zero_grad()
+            model(
+                torch.randint(30, (4, 3), generator=torch.Generator().manual_seed(10 * i + rank))
+            ).square().mean().backward()
+        ours, theirs = (module.weight.grad.coalesce() for module in modules)
+        expect_equal(
+            {"rows": ours.indices(), "values": ours.values()},
+            {"rows": theirs.indices(), "values": theirs.values()},
+            f"step {i}",
+        )
+
+
+def test_sparse_gradients_like_stock(pool: Pool):
+    pool.run(sparse_like_stock)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("unused", [False, True])
+def test_sparse_gradients(pool: Pool, unused: bool, compiles: bool):
+    pool.run(sparse, compiles, unused)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
