@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import _compat
 from .backend import Backend
+from .call import refuse_distributed_autograd
 from .compiled import backends_in
 from .config import Settings
 from .decision import BUFFERS, Event
@@ -156,6 +157,7 @@ class _Mark:
         self._sync = sync
 
     def __call__(self, _: Any) -> None:
+        refuse_distributed_autograd()
         backend = self._backend()
         if backend is not None:
             backend.note(sync=self._sync)

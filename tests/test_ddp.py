@@ -7,6 +7,8 @@ import copy
 import inspect
 import io
 import pickle
+import socket
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +37,7 @@ from tests.live.lab import (
     local_gradients,
     loss_of,
     seeded,
+    small_backend,
     total,
 )
 from tests.live.pool import Pool
@@ -614,6 +617,33 @@ def strangers(rank: int, world: int) -> None:
 
 def test_meshes_and_sharded_parameters(pool: Pool):
     pool.run(strangers, discard=True)
+
+
+def through_rpc(rank: int, world: int, port: int) -> list[str]:
+    from torch.distributed import autograd as distributed
+    from torch.distributed import rpc
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world, rpc_backend_options=options)
+    messages = []
+    for model in (wrapped(Mlp()), wrapped(Mlp(), compile=False), torch.compile(Mlp(), backend=small_backend())):
+        with distributed.context() as context:
+            loss = loss_of(model, 0)
+            backward = partial(distributed.backward, context, [loss])  # type: ignore[attr-defined]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                error_of(backward)
+            messages.append("; ".join(str(warning.message) for warning in caught))
+    rpc.shutdown()
+    return messages
+
+
+def test_distributed_autograd_is_refused(pool: Pool):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for messages in pool.run(through_rpc, port, discard=True):
+        assert all("does not work with torch.distributed.autograd" in message for message in messages), messages
 
 
 # ---- sparse gradients ------------------------------------------------------------------------------------------------

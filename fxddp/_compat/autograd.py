@@ -96,6 +96,11 @@ def compiled_autograd_enabled() -> bool:
     )
 
 
+def distributed_autograd() -> bool:
+    """Whether a hook runs in a backward of `torch.distributed.autograd`, whose engine does not say where it is."""
+    return task_id() >= 0 and torch._C._current_autograd_node() is None
+
+
 below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowADInplaceOrView
 """Inside, operators skip autograd: an alias made here is no view to it, and users may `detach_()` such a `.grad`."""
 
