@@ -120,6 +120,10 @@ class Backend:
         """Whether a tensor is to be left alone, neither sent nor averaged."""
         return False
 
+    def expects_sparse(self, parameter: Tensor, group: Group) -> bool:
+        """Whether all ranks average what a parameter has at the end of a backward as a sparse gradient."""
+        return False
+
     def _settings_for(self, options: Mapping[str, Any] | None, mode: str | None) -> Settings:
         """The settings with what `torch.compile` itself was given: inductor's `options` and `mode`."""
         if not options and not mode:
@@ -229,12 +233,16 @@ class Backend:
                 f"{len(self.settings.lanes) or 1} process group(s) and algorithm={self.settings.algorithm!r}: make it "
                 "without"
             )
+        self.use_comm_hook(CommHook(state, hook))
+
+    def use_comm_hook(self, hook: CommHook) -> None:
+        """`register_comm_hook` of what is one already."""
         if self.hook_name is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once: this backend has "
                 f"{self.hook_name} already"
             )
-        self.comm_hook = CommHook(state, hook)
+        self.comm_hook = hook
 
     @property
     def hook_name(self) -> str | None:

@@ -29,7 +29,7 @@ from .channel import RanksDisagree
 from .compression import Parcel, Session, Travelling
 from .decision import END, HOOK, Decision, Event
 from .executor import bucket_views
-from .packing import empty_bucket, packs
+from .packing import empty_bucket, packs, sparse_gradient
 from .passes.plan import Bucket
 from .stats import BackwardRecord
 from .uncovered import Watch, parameters_registered
@@ -53,7 +53,7 @@ class Launched:
     """A bucket under way: the work, and which of its views go to which parameters.
 
     Attributes:
-        index: its number among the launches of graphs; -1 for one of `outside`.
+        index: its number among the launches of graphs, or among those of `outside`; -1 if nothing travels.
         work: what to wait for; None if nothing travels.
         parameters, views: whose gradients they become at the end of the backward.
         outside: no graph packed it.
@@ -97,6 +97,7 @@ class Backward:
         self._returned: dict[int, tuple[Tensor, Any]] = {}
         self._undefined: dict[int, tuple[Tensor, int]] = {}
         self._stood_in: dict[int, Tensor] = {}
+        self._spared: list[tuple[Tensor, dict[int, Any]]] = []
         self._strangers: list[Tensor] = []
         self._explored = False
         self._later: dict[int, Tensor] = {}
@@ -189,10 +190,7 @@ class Backward:
             else:
                 record.travels(flat.nbytes)
                 launched.work = hook.run(flat, members, index, group, is_last=is_last, names=self._names(members))
-            if outside:
-                record.uncovered_launches += 1
-            else:
-                launched.index = record.launch(flat.nbytes)
+            launched.index = record.launch_outside() if outside else record.launch(flat.nbytes)
         self._launched.append(launched)
         return launched
 
@@ -225,6 +223,18 @@ class Backward:
         if len(_compat.hooks_after_accumulation(parameter) or ()) > 1:
             self._stood_in[id(parameter)] = parameter
 
+    def spare_hooks(self, parameter: Tensor) -> None:
+        """Has no tensor hook of a parameter called with None in this backward, for a gradient that a graph leaves out.
+
+        Eager code would not even reach the parameter.
+        """
+        if _compat.hooks_before_accumulation(parameter):
+            self._spared.append((parameter, _compat.spare_undefined(parameter)))
+
+    def _spare_no_more(self) -> None:
+        while self._spared:
+            _compat.spare_no_more(*self._spared.pop())
+
     def left_out(self, parameter: Tensor) -> None:
         """Notes that a graph gives a parameter no gradient in this backward."""
         if parameter.grad is not None:
@@ -244,11 +254,16 @@ class Backward:
             return True
         return bool(self._aside) and any(id(p) in self._aside for p in parameters)
 
-    def take(self, parameter: Tensor) -> Tensor | None:
-        """Takes what a parameter accumulated so far, to be put back if this backward fails."""
+    def take(self, parameter: Tensor, *, sparse: bool = False) -> Tensor | None:
+        """Takes what a parameter accumulated so far, to be put back if this backward fails.
+
+        Args:
+            parameter: whose.
+            sparse: it may be a sparse tensor.
+        """
         identity = id(parameter)
         grad = parameter.grad
-        if grad is not None and grad.layout is not torch.strided:
+        if grad is not None and grad.layout is not torch.strided and not sparse:
             grad = grad.to_dense()
         kept = self._aside.pop(identity, (parameter, None))[1]
         if kept is not None and grad is not None:
@@ -299,6 +314,21 @@ class Backward:
             if old is None and not held:
                 self.stands_in(parameter)
         return flat, views
+
+    def launch_sparse(self, parameter: Tensor, group: "Group") -> None:
+        """Starts averaging a sparse gradient, or the lack of one here."""
+        old = self.take(parameter, sparse=True)
+        held = self._held.pop(id(parameter), (parameter, []))[1]
+        if old is None and not held:
+            self.stands_in(parameter)
+        total = sparse_gradient(parameter, held if old is None else [old * self.scale, *held])
+        group.settle()
+        launched = Launched([parameter], [total], outside=True)
+        launched.work = group.all_reduce(total)
+        launched.index = self.record.launch_outside()
+        self._launched.append(launched)
+        self.record.uncovered += (self.backend.watch.name(parameter),)
+        self.record.uncovered_bytes += total.values().nbytes
 
     # --- called by hooks, when autograd accumulated into a watched parameter ----------------------
 
@@ -373,6 +403,7 @@ class Backward:
 
     @torch.no_grad()
     def _finish(self) -> None:
+        self._spare_no_more()
         backend = self.backend
         for stranger in self._strangers:
             if stranger.grad is not None:
@@ -440,11 +471,14 @@ class Backward:
     def stand_in(self, decision: Decision, group: "Group") -> None:
         """Takes part in the reduction of buckets that no graph of this rank packs."""
         backend = self.backend
-        packed = [
-            members
-            for bucket in decision.buckets
-            for members in packs(map(backend.replica.tensor, bucket), backend.settings.cap)
-        ]
+        at_end = group.rank not in decision.again  # and so are all others: none of them packs these into a bucket
+        sparse: list[Tensor] = []
+        packed: list[list[Tensor]] = []
+        for bucket in decision.buckets:
+            members = list(map(backend.replica.tensor, bucket))
+            sparse += [p for p in members if at_end and backend.expects_sparse(p, group)]
+            dense = [p for p in members if not (at_end and backend.expects_sparse(p, group))]
+            packed += packs(dense, backend.settings.cap)
         unused = self.ids(decision.unused)
         for members in packed:
             flat, views = self.fill(members, [None] * len(members), unused)
@@ -452,6 +486,8 @@ class Backward:
             self.launch(flat, members, kept, views, idle=unused, is_last=members is packed[-1], outside=True)
             self.record.uncovered += tuple(map(backend.watch.name, members))
             self.record.uncovered_bytes += flat.nbytes
+        for parameter in sparse:
+            self.launch_sparse(parameter, group)
 
     def ids(self, numbers: Iterable[int]) -> set[int]:
         """The ids of the parameters with these numbers."""
@@ -460,8 +496,7 @@ class Backward:
     def wait(self, launched: Launched) -> None:
         """Waits for a bucket."""
         if launched.work is not None:
-            if not launched.outside:
-                self.record.wait(launched.index)
+            self.record.wait(launched.index, outside=launched.outside)
             assert self.group is not None
             self.group.wait(launched.work, lambda: f"average {self._names(launched.parameters)}")
             launched.work = None
@@ -508,7 +543,10 @@ class Backward:
             if id(parameter) in self._returned and not launched.outside:
                 continue
             current = parameter.grad
-            if taken and id(parameter) in taken:
+            if view.is_sparse:
+                taken.pop(id(parameter), None)
+                parameter.grad = view if current is None else view + current
+            elif taken and id(parameter) in taken:
                 _, old = taken.pop(id(parameter))
                 old.copy_(view)
                 _compat.keep_until_read(view)
@@ -526,6 +564,7 @@ class Backward:
         if self.over:
             return
         self.over = True
+        self._spare_no_more()
         for parameter, old in [*self._taken.values(), *self._aside.values()]:
             parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
         self._taken.clear()

@@ -71,6 +71,8 @@ class HookWork:
         self._flat = flat
         self._failed = failed
         self._done = threading.Event()
+        if not hasattr(future, "add_done_callback"):
+            raise TypeError(f"callback must return a torch.futures.Future object, but got {type(future).__name__}")
         future.add_done_callback(lambda _: self._done.set())
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -143,6 +145,41 @@ class CommHook:
             raise failed(error) from error
         self._last = None if is_last else work
         return work
+
+
+class ReducedPrecision(CommHook):
+    """Averages in another dtype, as `reduce_dtype` of DistributedDataParallel's mixed precision: sums, then divides.
+
+    Complex buckets are averaged as they are.
+
+    Args:
+        dtype: a floating point type.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.name = f"the average in {dtype}"
+        self._dtype = dtype
+
+    def run(
+        self, flat: Tensor, parameters: Sequence[Tensor], index: int, group: "Group", *, is_last: bool, names: str
+    ) -> Any:
+        """Starts the all-reduce of a bucket."""
+        return CastWork(flat, self._dtype if flat.is_floating_point() else flat.dtype, group)
+
+
+class CastWork:
+    """The average of a bucket that travels in another dtype; waits as the work of a collective does."""
+
+    def __init__(self, flat: Tensor, dtype: torch.dtype, group: "Group") -> None:
+        self._flat = flat
+        self._sum = flat.to(dtype)
+        self._size = group.size
+        self._work = group.all_reduce(self._sum)
+
+    def wait(self, *timeout: timedelta) -> None:
+        """Waits for the sum, and puts the average into the bucket."""
+        self._work.wait(*timeout)
+        self._flat.copy_(self._sum.div_(self._size))
 
 
 def _annotations(hook: Callable[..., Any]) -> tuple[Any, Any]:

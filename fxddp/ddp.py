@@ -58,8 +58,8 @@ class DistributedDataParallel(Members):
       code; both values give that.
     - `delay_all_reduce_named_params`, `param_to_hook_all_reduce`: these parameters are averaged like all others, in the
       order the backward gives. Nothing has to be delayed for it.
-    - `mixed_precision`: computes in `param_dtype`; gradients are averaged in the parameters' own dtype, which is more
-      exact and more bytes than a lower `reduce_dtype`, with a warning.
+    - `mixed_precision`: parameters and inputs are cast to `param_dtype` in the forward, and gradients travel in
+      `reduce_dtype`, by default `param_dtype`. They accumulate in the parameters' own dtype, and it works on CPUs too.
     - `dim`: kept for `scatter` and `gather`.
 
     Args:
@@ -206,13 +206,16 @@ class DistributedDataParallel(Members):
         self._connect()
         self._first_contact(send=init_sync, send_buffers=init_sync and init_sync_buffers)
         if mixed_precision is not None:
-            precision.prepare(mixed_precision, module, ignored)
+            precision.cast_buffers(mixed_precision, module, ignored)
 
     def _connect(self) -> None:
         """Makes what belongs to this instance: the backend and the compiled call."""
         self.backend = ModuleBackend(self._settings, self.module, frozenset(self.parameters_to_ignore))
         self._clock = ForwardClock()
         self._has_buffers = bool(self.backend.shared_buffers())  # looked up once: it takes a walk over all modules
+        reduction = precision.reduction(self.mixed_precision, self.backend.shared_parameters().values())
+        if reduction is not None:
+            self.backend.use_comm_hook(reduction)
         self._run = precision.runner(self.mixed_precision, frozenset(self.parameters_to_ignore))
         if self._compile is not None:
             run = _compat.with_own_code(self._run, f"forward_{next(_instances)}_of_{type(self.module).__name__}")

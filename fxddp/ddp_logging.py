@@ -147,8 +147,8 @@ def _times(model: "Members", clock: ForwardClock) -> dict[str, Any]:
 
 def _communication(record: BackwardRecord) -> tuple[float, float]:
     """When the first bucket was launched and when waiting began: the end of a backward that launched none."""
-    launches = [moment for kind, _, moment in record.events if kind == "launch"]
-    waits = [moment for kind, _, moment in record.events if kind == "wait"]
+    launches = [moment for kind, _, moment in record.events if kind.startswith("launch")]
+    waits = [moment for kind, _, moment in record.events if kind.startswith("wait")]
     waited = waits[0] if waits else record.end
     return (launches[0] if launches else waited), waited
 

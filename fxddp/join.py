@@ -4,6 +4,10 @@ Note [join]: every step that communicates is announced (`channel.py`), so a rank
 from the records what the others reduce, and takes part with zeros. Under `join` a forward is announced too: it says
 whether a synchronised backward follows. The numbers in events tell one wrapped model from another on the same group,
 whose steps may come in any order.
+
+A last forward with grad enabled that gets no backward leaves ranks without inputs waiting until the group's timeout:
+`Join` tells nobody of its end before it asks all ranks who is left. (Stock DDP's shadows then pair an all-reduce of
+gradients with that question.) Evaluate under `no_grad`.
 """
 
 from collections.abc import Set as AbstractSet
@@ -17,7 +21,7 @@ from torch.distributed.algorithms.join import JoinHook
 from .channel import RanksDisagree
 from .compression import Parcel
 from .decision import BUFFERS, END, FORWARD, HOOKS, JOINED, Decision, Event, hooks_differ
-from .packing import empty_bucket, packs
+from .packing import empty_bucket, packs, sparse_gradient
 from .values import send
 
 if TYPE_CHECKING:
@@ -142,6 +146,10 @@ def _reduce_zeros(
     hook, codec = backend.comm_hook, backend.codec
     if codec is not None and backend.shadow_session is None:
         backend.shadow_session = backend.session()
+    sparse = [p for bucket in tensors for p in bucket if at_end and backend.expects_sparse(p, group)]
+    if sparse:
+        known = set(map(id, sparse))
+        tensors = [[p for p in bucket if id(p) not in known] for bucket in tensors]
     for bucket in tensors:
         cap = backend.settings.cap if at_end else sum(t.nbytes for t in bucket)
         for members in packs(bucket, cap):
@@ -160,6 +168,10 @@ def _reduce_zeros(
                 works.append((transport.start(flat.zero_(), index), flat))
             else:
                 works.append((hook.run(flat.zero_(), members, index, group, is_last=is_last, names="zeros"), flat))
+    for parameter in sparse:
+        zeros = sparse_gradient(parameter)
+        group.settle()
+        works.append((group.all_reduce(zeros), zeros))
     for work, _ in works:
         group.wait(work, lambda: "take part with zeros")
 

@@ -43,6 +43,8 @@ class NodeRun:
         self.by_bucket = call.parameters_by_bucket(artifact.program.plan)
         self.handed: dict[Where, Tensor] = {}
         backward.enter(call)
+        for index, i in exceptions.dropped:
+            backward.spare_hooks(self.by_bucket[index][i])
 
     def hand_back(self, values: list[Any]) -> list[Any]:
         """Puts what autograd must see into the backward's outputs."""
@@ -115,6 +117,8 @@ class Reduction(NodeRun):
         exceptions, number = self.exceptions, self.backward.backend.replica.number
         if decision.defer:
             self.backward.deferring = True
+            for index, i in exceptions.dropped:
+                self.backward.left_out(self.by_bucket[index][i])
             return
         assert self._proposal is not None
         if exceptions.dropped:

@@ -21,8 +21,8 @@ class BackwardRecord:
         uncovered: names of the parameters that were reduced outside of the graphs, after the backward.
         uncovered_bytes: bytes of their gradients.
         uncovered_launches: all-reduces launched for them.
-        events: ("piece" | "launch" | "wait", index, seconds of `time.perf_counter`), in order. Pieces and buckets are
-            numbered through the whole backward.
+        events: (what, index, seconds of `time.perf_counter`), in order: "piece", "launch" and "wait", and for buckets
+            outside of the graphs "launch outside" and "wait outside". Each kind is numbered through the whole backward.
         begin: when it began, in seconds of `time.perf_counter`.
         end: when every `.grad` was there.
     """
@@ -56,9 +56,16 @@ class BackwardRecord:
         """Notes that a collective carries this many bytes for a bucket."""
         self.wire_bytes += nbytes
 
-    def wait(self, index: int) -> None:
+    def launch_outside(self) -> int:
+        """Notes that a bucket was launched that no graph packed; returns its number."""
+        index = self.uncovered_launches
+        self.events.append(("launch outside", index, perf_counter()))
+        self.uncovered_launches += 1
+        return index
+
+    def wait(self, index: int, *, outside: bool = False) -> None:
         """Notes that the wait for a bucket starts."""
-        self.events.append(("wait", index, perf_counter()))
+        self.events.append(("wait outside" if outside else "wait", index, perf_counter()))
 
 
 @dataclass(frozen=True, slots=True)
