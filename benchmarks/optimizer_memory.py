@@ -12,7 +12,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,12 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def step(model: Any, inputs: tuple[torch.Tensor, ...], optimizer: torch.optim.Optimizer) -> None:
+    model(*inputs).backward()
+    optimizer.step()  # finds no gradients where the backward has used them
+    optimizer.zero_grad()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="transformer")
@@ -62,22 +70,17 @@ def main() -> None:
             module, backend=fxddp.backend(arguments.bucket_mb, optimizer=optimizer if inside else None)
         )
 
-        def step(model: object = model, inputs: object = inputs, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            model(*inputs).backward()  # type: ignore[operator, misc]
-            optimizer.step()
-            optimizer.zero_grad()
-
+        steps[name] = partial(step, model, inputs, optimizer)
         for _ in range(4):
-            step()
-        steps[name] = step
+            steps[name]()
     peaks: dict[str, list[float]] = {name: [] for name in steps}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(arguments.rounds):
-        for name, step in steps.items():
+        for name, run in steps.items():
             dist.barrier()
             forget_peak()
             before, since = resident("VmRSS"), time.perf_counter()
-            step()
+            run()
             times[name].append(time.perf_counter() - since)
             peaks[name].append(resident("VmHWM") - before)
     if rank == 0:
