@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, reduce
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,23 @@ class Launched:
         self.outside = outside
 
 
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A reduced gradient that went back through autograd."""
+
+    storage: Any
+    shape: Sequence[int]
+    stride: Sequence[int]
+
+
+def _sum(parts: Sequence[Returned], dtype: torch.dtype) -> Tensor:
+    """The sum of these, added up as autograd does: in the order in which they came."""
+    tensors = [
+        torch.empty((), dtype=dtype, device=p.storage.device).set_(p.storage, 0, p.shape, p.stride) for p in parts
+    ]
+    return reduce(torch.add, tensors)
+
+
 class Backward:
     """The state of one backward (one graph task of autograd's engine) of one backend.
 
@@ -94,7 +112,7 @@ class Backward:
         self._held: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._local: dict[int, Tensor] = {}
         self._carried: list[Tensor] = []
-        self._returned: dict[int, tuple[Tensor, Any]] = {}
+        self._returned: dict[int, tuple[Tensor, list[Returned] | None]] = {}
         self._undefined: dict[int, tuple[Tensor, int]] = {}
         self._stood_in: dict[int, Tensor] = {}
         self._spared: list[tuple[Tensor, dict[int, Any]]] = []
@@ -180,8 +198,8 @@ class Backward:
             if codec is not None:
                 if self._session is None:
                     self._session = self.backend.session()
-                reduce = partial(self.backend.transport(group).start, index=index, counts=False)
-                parcel = Parcel(flat, members, group, self._session, reduce, wire=wire, idle=idle, count=record.travels)
+                start = partial(self.backend.transport(group).start, index=index, counts=False)
+                parcel = Parcel(flat, members, group, self._session, start, wire=wire, idle=idle, count=record.travels)
                 launched.work = codec.start(parcel, lambda: f"bucket {index} ({self._names(members)})")
             elif hook is None:
                 group.settle()
@@ -243,10 +261,13 @@ class Backward:
     def returned(self, parameter: Tensor, reduced: Tensor | None) -> None:
         """Notes that a parameter's gradient goes back through autograd as it is, local or reduced.
 
-        Of a reduced one the storage is kept, not the tensor: autograd takes it over as `.grad` all the same, but cannot
+        Of reduced ones the storage is kept, not the tensor: autograd takes it over as `.grad` all the same, but cannot
         add another contribution to it in place, so that one shows.
         """
-        self._returned[id(parameter)] = (parameter, None if reduced is None else reduced.untyped_storage())
+        _, parts = self._returned.setdefault(id(parameter), (parameter, None))
+        if reduced is not None:
+            part = Returned(reduced.untyped_storage(), reduced.shape, reduced.stride())
+            self._returned[id(parameter)] = (parameter, [*(parts or ()), part])
 
     def have_accumulated(self, parameters: Sequence[Tensor]) -> bool:
         """Whether some of these hold something already; not so on the usual path."""
@@ -340,17 +361,23 @@ class Backward:
             self.abort(error)
             raise
 
+    @torch.no_grad()
     def _accumulated(self, parameter: Tensor, *, now: bool) -> None:
         identity = id(parameter)
         self.explore(self.backend.watch)
         grad, version = self._undefined.get(identity, (None, 0))
         if grad is not None and grad is parameter.grad and _compat.data_version(grad) == version:
             return  # autograd calls hooks for undefined gradients as well
+        reduced: Tensor | None = None
         if identity in self._returned:
-            _, storage = self._returned[identity]
+            _, parts = self._returned[identity]
             self._returned[identity] = (parameter, None)
-            if storage is None or parameter.grad is None or parameter.grad.data_ptr() == storage.data_ptr():
-                return  # ours alone; otherwise somebody added a local part, and averaging the sum is right
+            grad = parameter.grad
+            if parts is None or grad is None or grad.data_ptr() == parts[0].storage.data_ptr():
+                return
+            reduced = _sum(parts, grad.dtype)
+            if torch.allclose(grad, reduced, rtol=0, atol=0, equal_nan=True):
+                return  # ours alone
         elif not now:
             self._local[identity] = parameter
             return
@@ -358,10 +385,11 @@ class Backward:
         if group is None or not self._synchronises({identity}):
             return
         self.group = group
-        self._average_now(parameter, group)
+        self._average_now(parameter, group, reduced)
 
     @torch.no_grad()
-    def _average_now(self, parameter: Tensor, group: "Group") -> None:
+    def _average_now(self, parameter: Tensor, group: "Group", reduced: Tensor | None) -> None:
+        """Averages what a parameter accumulated, but for the part of it that was reduced already."""
         self.backend.watch.meet([parameter], group)
         number = self.backend.replica.number(parameter)
         event = Event(HOOK, ((number,),), owner=self.backend.replica.owner(group))
@@ -371,6 +399,8 @@ class Backward:
         assert grad is not None
         if grad.layout is not torch.strided:
             grad = parameter.grad = grad.to_dense()
+        if reduced is not None:
+            grad.sub_(reduced)
         for bucket in decision.buckets:
             members = [self.backend.replica.tensor(i) for i in bucket]
             there = [grad * self.scale if p is parameter else None for p in members]
@@ -382,6 +412,8 @@ class Backward:
             if number in bucket:
                 self.wait(launched)
                 grad.copy_(views[bucket.index(number)])
+        if reduced is not None:
+            grad.add_(reduced)
 
     def _synchronises(self, accumulated: Collection[int]) -> bool:
         """Whether what was accumulated outside of the graphs, for these parameters, is reduced in this backward."""

@@ -15,13 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.live.lab import (
     Gradients,
+    Mlp,
+    average,
     compiled,
     data,
     error_of,
     expect,
     expect_equal,
     gradients,
+    local,
     local_gradients,
+    loss_of,
     seeded,
     total,
 )
@@ -379,3 +383,39 @@ def static_ways(rank: int, world: int) -> None:
 
 def test_a_static_graph_that_ranks_break_elsewhere(pool: Pool):
     pool.run(static_ways)
+
+
+def forwards_and_a_hook(rank: int, world: int, hooking: str, find_unused: bool) -> None:
+    """Several forwards in one backward, of a parameter whose accumulation is hooked: on one rank, or on all.
+
+    On all, a regulariser adds to it outside of the graphs, which the hook is to see averaged as well.
+    """
+    for forwards in (1, 2, 3):
+        module = seeded(0, Mlp)
+        model, _ = compiled(module, find_unused_parameters=find_unused)
+        seen: list[Tensor] = []
+        if hooking == "all" or rank == 1:
+            module.last.weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.clone()))
+        for step in range(3):
+            module.zero_grad()
+            seen.clear()
+            which = [10 * step + i for i in range(forwards)]
+            losses = [loss_of(model, i) for i in which]
+            expected = average(local(module, *which))
+            if hooking == "all":
+                losses.append((1 + rank) * module.last.weight.square().sum())
+                weight = expected["last.weight"]
+                assert weight is not None
+                weight += module.last.weight.detach() * sum(2 * (1 + r) for r in range(world)) / world
+            sum(losses[1:], losses[0]).backward()
+            what = f"{forwards} forwards, hooks on {hooking}, step {step}"
+            expect_equal(gradients(module), expected, what, tol=1e-5)
+            if seen:
+                expect_equal({"seen": seen[-1]}, {"seen": expected["last.weight"]}, what, tol=1e-5)
+            expect(bool(seen) == (hooking == "all" or rank == 1), f"{len(seen)} calls of the hook")
+
+
+@pytest.mark.parametrize("find_unused", [True, False])
+@pytest.mark.parametrize("hooking", ["one", "all"])
+def test_several_forwards_and_a_hook(pool: Pool, hooking: str, find_unused: bool):
+    pool.run(forwards_and_a_hook, hooking, find_unused)
