@@ -23,13 +23,17 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from . import _compat
-from .wire import PeerGone, Wire
+from .whereabouts import Place, Whereabouts
+from .wire import PeerGone, Wire, own_address
 
 if TYPE_CHECKING:
     from .group import Group
 
 STALL = 1.0
 """Seconds that a wait may take before this rank looks for notes of the others."""
+
+ASK = 2.0
+"""Seconds that a wait may take before this rank asks the others where they are."""
 
 WORDS = 6
 """Integers in a record that the caller fills."""
@@ -88,6 +92,8 @@ class Channel:
         self.timeout: timedelta = _compat.group_timeout(group.process_group)
         self._store = group.store(f"fxddp/{token}")
         self._wire = Wire(self.rank, self.size, group.store(f"fxddp/{token}/wire"), self.timeout)
+        self._whereabouts = Whereabouts(self.rank, self.size, own_address(self._store), self._store)
+        self._global_rank = dist.get_global_rank(group.process_group, self.rank)
         self._lock = threading.RLock()
         self._open: Announced | None = None
         self._broken = ""
@@ -186,6 +192,7 @@ class Channel:
 
     def _patiently(self, attempt: Callable[[float], bool], what: Callable[[], str]) -> None:
         since = time.monotonic()
+        places: dict[int, Place] = {}
         while True:
             try:
                 if attempt(STALL):
@@ -199,6 +206,19 @@ class Channel:
             with suppress(dist.DistError):
                 self._store.set(f"at/{self.rank}", str(self.step))
                 self._look(what)
+                if time.monotonic() - since >= ASK:
+                    before, places = places, self._whereabouts.ask()
+                    self._refuse_deadlock(before, places, what)
+
+    def _refuse_deadlock(self, before: dict[int, Place], now: dict[int, Place], what: Callable[[], str]) -> None:
+        """Raises if a rank waits for this one in a collective of the user's, and has done so for a while."""
+        for rank, place in now.items():
+            if place == before.get(rank) and place.stuck_without(self._global_rank):
+                self._break(
+                    f"rank {self.rank} was about to {what()}, but rank {rank} waits for it {place}: it ran another "
+                    "number of steps. Give all ranks the same number of batches, or use join of "
+                    "fxddp.DistributedDataParallel"
+                )
 
     def _look(self, what: Callable[[], str]) -> None:
         """Reads what other ranks noted: raises if one of them will not come to where this rank waits."""
@@ -220,6 +240,7 @@ class Channel:
 
     def _lost(self, what: Callable[[], str], error: Exception | None) -> None:
         missing: list[int] = []
+        places: dict[int, Place] = {}
         with suppress(dist.DistError):
             self._look(what)
             self._store.set(f"at/{self.rank}", str(self.step))
@@ -228,13 +249,15 @@ class Channel:
             for rank in range(self.size):
                 here = self._store.check([f"at/{rank}"]) and int(self._store.get(f"at/{rank}")) == self.step
                 missing += [] if here else [rank]
+            places = self._whereabouts.ask(missing)
         who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or 'unknown'}"
         limit = f"within the group's timeout of {self.timeout.total_seconds():g} s"
         self._break(
             f"rank {self.rank} was about to {what()}, but {who} "
             + (f"is gone ({error})" if error else f"did not come to the same point {limit}")
-            + ": it stopped, took another path through the model, or ran another number of backwards. Look for an "
-            "error of that rank",
+            + ": it stopped, took another path through the model, or ran another number of backwards. "
+            + "".join(f"Rank {rank} is {place}. " for rank, place in places.items() if place.line)
+            + "Look for an error of that rank",
             error,
         )
 
@@ -247,6 +270,7 @@ class Channel:
     def close(self) -> None:
         """Closes the connections to the other ranks."""
         self._wire.close()
+        self._whereabouts.close()
 
     # --- giving up --------------------------------------------------------------------------------
 

@@ -333,6 +333,12 @@ class DistributedDataParallel(Members):
             for future in hook.buffer_comm_hook(hook.buffer_comm_hook_state, buffers) or ():
                 future.wait()
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module, whose names here begin with "module."; takes a state of the plain module as well."""
+        if state_dict and not any(key.startswith("module.") for key in state_dict):
+            return self.module.load_state_dict(state_dict, strict, assign)
+        return super().load_state_dict(state_dict, strict, assign)
+
     # --- copies -----------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedDataParallel":

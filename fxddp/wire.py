@@ -256,7 +256,7 @@ class Wire:
     def _connect(self, store: dist.Store, timeout: timedelta) -> None:
         distances = set(self._hops) | {self.size - hop for hop in self._hops}
         peers = {(self.rank + distance) % self.size for distance in distances} - {self.rank}
-        host = _own_address(store)
+        host = own_address(store)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         secret = secrets.token_hex(8)  # a stranger may find the port
         with socket.create_server((host, 0), family=family, backlog=len(peers) + 1) as server:
@@ -327,7 +327,7 @@ def _greeting(connection: socket.socket, secret: str) -> int:
     return int(_LENGTH.unpack(rank)[0]) if known == secret.encode() else -1
 
 
-def _own_address(store: dist.Store) -> str:
+def own_address(store: dist.Store) -> str:
     """The address at which the other ranks reach this one."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:

@@ -95,6 +95,12 @@ def training(rank: int, world: int, options: dict[str, Any]) -> None:
     fresh = Normed()
     fresh.load_state_dict({name.removeprefix("module."): value for name, value in stock.state_dict().items()})
     ours.load_state_dict(stock.state_dict())
+    plain = {name: value + 1 for name, value in fresh.state_dict().items() if value.is_floating_point()}
+    ours.load_state_dict(fresh.state_dict() | plain)  # of the plain module
+    expect_equal(dict(ours.state_dict()), {f"module.{n}": v for n, v in (fresh.state_dict() | plain).items()}, "plain")
+    error = str(error_of(lambda: ours.load_state_dict(plain | {"other": plain.popitem()[1]})))
+    expect("Missing key" in error and "other" in error, error)
+    ours.load_state_dict(stock.state_dict())
     expect_equal(ours.module.state_dict(), fresh.state_dict(), "state loaded from torch's wrapper")
 
 
