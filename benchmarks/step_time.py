@@ -62,6 +62,10 @@ MODES = {
     "fxddp": "fxddp",
     "fxddp_unsplit": "fxddp, backward not split",
 }
+USUAL_MODES = tuple(MODES)
+HOOKED = {f"fxddp_{name}": name for name in ("fp16", "bf16", "int8", "powersgd")}
+MODES |= {mode: f"fxddp, {name}" for mode, name in HOOKED.items()}
+MODES |= {"fxddp_ring": "fxddp, reduce-scatter and all-gather", "fxddp_lanes": "fxddp, two groups in turns"}
 COMPILED = frozenset(MODES) - {"ddp"}
 BASELINE, RIVAL = "local", "ddp_compile"
 RANKS = 2
@@ -149,7 +153,12 @@ def build(mode: str, model: str, *, rank: int, bucket_mb: float, comm_hook: str 
     else:
         import fxddp  # here, so that the other modes can be measured without it
 
-        backend = fxddp.backend(bucket_mb=bucket_mb, split=mode == "fxddp", comm_hook=codec(comm_hook))
+        options: dict[str, Any] = {"split": mode != "fxddp_unsplit", "comm_hook": codec(comm_hook)}
+        if mode == "fxddp_ring":
+            options["algorithm"] = "ring"
+        if mode == "fxddp_lanes":
+            options["process_group"] = [dist.new_group() for _ in range(2)]
+        backend = fxddp.backend(bucket_mb=bucket_mb, **options)
         call = torch.compile(module, backend=backend)
     return Run(module, call, inputs, torch.optim.SGD(module.parameters(), lr=1e-4), backend)
 
@@ -225,13 +234,14 @@ class Rank:
         """Compiles the mode; compares its gradients with DDP's at the first and at the last step of the warm-up."""
         graphs, compiles = counters["stats"]["unique_graphs"], counters["aot_autograd"]["total"]
         begin = time.perf_counter()
-        run = build(mode, self.model, rank=self.rank, bucket_mb=self.bucket_mb, comm_hook=self.comm_hook)
+        hook = HOOKED.get(mode, self.comm_hook)
+        run = build(mode, self.model, rank=self.rank, bucket_mb=self.bucket_mb, comm_hook=hook)
         differences = []
         for step in range(WARM_UP_STEPS):
             self._warm_up_step(run)
             if step in (0, WARM_UP_STEPS - 1):
                 found = averaged_gradients(run, by_hand=mode == "local")
-                compressed = None if mode == "local" or (self.comm_hook == "powersgd" and step == 0) else self.comm_hook
+                compressed = None if mode == "local" or (hook == "powersgd" and step == 0) else hook
                 differences.append(check_gradients(mode, found, self.reference, compressed))
         seconds = time.perf_counter() - begin
         graphs, compiles = counters["stats"]["unique_graphs"] - graphs, counters["aot_autograd"]["total"] - compiles
@@ -630,7 +640,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     models = [name for name in MODELS if name != "smoke"]
     parser.add_argument("--models", type=_names(list(MODELS)), default=models, help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--modes", type=_names(list(MODES)), default=list(MODES), help=f"of {', '.join(MODES)}")
+    parser.add_argument("--modes", type=_names(list(MODES)), default=list(USUAL_MODES), help=f"of {', '.join(MODES)}")
     parser.add_argument("--rates", type=_rates, default=[UNSHAPED, "2gbit", "1gbit"], help="none, 2gbit, 500mbit, …")
     parser.add_argument("--bucket-mb", type=float, default=5.0, help="bucket size of every mode, in MiB (default 5)")
     parser.add_argument("--rounds", type=int, default=15, help="steps of every mode per rate (default 15)")
