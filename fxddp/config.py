@@ -19,7 +19,7 @@ COMM_HOOKS = ("fp16", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `fxddp.backend` was asked for; sizes in bytes."""
+    """What `fxddp.backend` was asked for; sizes in bytes. Without `compile_pieces` graphs are planned, not compiled."""
 
     cap: int
     first_cap: int
@@ -38,7 +38,7 @@ class Settings:
     lanes: tuple[dist.ProcessGroup, ...] = ()
     mesh: DeviceMesh | None = None
     caps: tuple[int, ...] = ()
-    run_backward: bool = True
+    compile_pieces: bool = True
 
     @property
     def inductor(self) -> bool:
@@ -194,7 +194,7 @@ def _inductor_options(inner: object, options: Mapping[str, Any] | None, mode: st
 
 OWN_OPTIONS = (
     "bucket_mb",
-    *(f.name for f in fields(Settings) if f.name not in ("cap", "first_cap", "caps", "options", "run_backward")),
+    *(f.name for f in fields(Settings) if f.name not in ("cap", "first_cap", "caps", "options", "compile_pieces")),
     "first_bucket_mb",
 )
 """Arguments of `fxddp.backend` that may stand among `torch.compile`'s `options` when the backend is used by name."""

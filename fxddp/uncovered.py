@@ -205,7 +205,7 @@ def _differentiable(parameter: Tensor) -> bool:
 
 def refuse_subclass(parameter: Tensor, name: str) -> None:
     """Raises for parameters that another library shards or wraps."""
-    if type(parameter.data) is not Tensor:
+    if type(parameter.data) is not Tensor and not _compat.is_fake(parameter):
         raise RuntimeError(
             f"parameter {name or tuple(parameter.shape)} is a {type(parameter).__name__}: fxddp reduces plain "
             f"parameters, and a "

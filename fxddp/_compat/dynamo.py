@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
 from types import FunctionType
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,21 @@ def frame_is_resumed() -> bool:
     except AttributeError:
         return False
     return str(tx.f_code.co_name).startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+
+
+def graph_break(gm: fx.GraphModule) -> tuple[str, tuple[str, int, str, str] | None] | None:
+    """Why Dynamo ended a graph, and the user's file, line, function and text; None if the frame ended with it."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frames = [f for f in reason.user_stack if not f.filename.startswith(str(Path(torch.__file__).parent))]
+    where = [(f.filename, f.lineno or 0, f.name, (f.line or "").strip()) for f in frames or reason.user_stack]
+    return str(reason.reason), where[-1] if where else None
+
+
+def graph_breaks_counted() -> dict[str, int]:
+    """Reasons for graph breaks so far in this process, and how often each was met."""
+    return dict(torch._dynamo.utils.counters["graph_break"])
 
 
 def no_recompile_limit() -> AbstractContextManager[None]:

@@ -1,0 +1,394 @@
+"""Turns what a backend compiled into an `Explanation`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from fxddp.backend import Backend
+from fxddp.config import MIB, Settings
+from fxddp.passes.cost import Machine, Network
+from fxddp.passes.outline import Outline, Source
+from fxddp.passes.plan import Bucket as Planned
+from fxddp.passes.plan import GradSpec
+from fxddp.site import Site
+from fxddp.stats import BackwardRecord
+
+from . import advice, timeline
+from .diff import changes
+from .dry import Tried
+from .report import Break, Bucket, Explanation, Gradient, Graph, Parameter, Pass, Piece, Size
+from .timeline import Gradients, Span, Steps, simulate
+
+MACHINES = {
+    "cpu": Machine(flops=1e11, memory=2e10, launch=2e-6),
+    "cuda": Machine(flops=1e14, memory=2e12, launch=4e-6),
+}
+"""What is assumed of a device that nobody described: a few cores of a server; a data centre GPU with tensor cores."""
+
+TRIED_SIZES = (0.1, 0.25, 0.5, 1, 2, 5, 10, 25, 50, 100)
+"""Bucket sizes in MiB that are compared with the one in use."""
+
+
+def gather(
+    backend: Backend,
+    *,
+    model: str,
+    settings: Settings,
+    network: Network | None,
+    machine: Machine,
+    device: str | None = None,
+    assumed: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    tried: Tried | None = None,
+) -> Explanation:
+    """The report on a backend's graphs.
+
+    Args:
+        backend: what compiled them.
+        model: name of what was compiled.
+        settings: what the user asked for.
+        network: what to predict all-reduces with.
+        machine: what to predict computation with.
+        device: report this device in place of the one that was traced on.
+        assumed: figures that nobody gave.
+        notes: what to keep in mind.
+        tried: what a dry run showed; None for a backend that trains.
+    """
+    numbered = [(n, site) for n, site in enumerate(backend.sites) if site.compilation.backward is not None]
+    graphs = [_graph(i, n, site, _View(machine, device, tried)) for i, (n, site) in enumerate(numbered)]
+    breaks = _breaks(backend, tried)
+    parameters = _parameters(backend, graphs, breaks, tried)
+    left = sum(parameter.nbytes for parameter in parameters if parameter.state == "eager")
+    spans = simulate([_steps(graph) for graph in graphs], network, _packed(left, settings.cap))
+    recorded = _recorded(backend, graphs)
+    graphs = [_timed(graph, spans, recorded) for graph in graphs]
+    gradients = [_gradients(site, machine, graph) for (_, site), graph in zip(numbered, graphs, strict=True)]
+    found = Explanation(
+        model=model,
+        graphs=tuple(graphs),
+        parameters=tuple(parameters),
+        settings=_described(settings),
+        machine=machine,
+        network=network,
+        device=device or (graphs[0].buckets[0].device if graphs and graphs[0].buckets else "cpu"),
+        assumed=tuple(assumed),
+        breaks=tuple(breaks),
+        timeline=spans,
+        recorded=recorded,
+        sizes=_sizes(gradients, network, settings, left),
+        notes=tuple(notes),
+        versions={"fxddp": _version(), "torch": torch.__version__},
+    )
+    return replace(found, advice=tuple(advice.advise(found)))
+
+
+def _version() -> str:
+    from fxddp import __version__
+
+    return __version__
+
+
+def _described(settings: Settings) -> dict[str, Any]:
+    """The arguments of `fxddp.backend`, as numbers and text."""
+    inner = settings.inner if isinstance(settings.inner, str) else getattr(settings.inner, "__name__", "a callable")
+    hook = settings.comm_hook
+    return {
+        "bucket_mb": settings.cap / MIB,
+        "first_bucket_mb": min(settings.first_cap, settings.cap) / MIB,
+        "inner": inner,
+        "split": settings.split,
+        "find_unused_parameters": settings.find_unused_parameters,
+        "static_graph": settings.static_graph,
+        "comm_hook": hook if hook is None or isinstance(hook, str) else getattr(hook, "__qualname__", "a callable"),
+        "options": {key: str(value) for key, value in settings.options.items()},
+    }
+
+
+# --- graphs -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _View:
+    """How graphs are looked at: what times are predicted with, the device to speak of, what was tried."""
+
+    machine: Machine
+    device: str | None
+    tried: Tried | None
+
+
+def _graph(index: int, number: int, site: Site, view: _View) -> Graph:
+    backward = site.compilation.backward
+    assert backward is not None
+    program, told, kept = backward.program, backward.outline, backward.rewritten
+    assert told is not None
+    plan = program.plan
+    planned = {grad.input for grad in plan.grads}
+    after = {step.bucket: k for k, step in enumerate(program.steps) if step.bucket is not None}
+    codes = [_code(piece) for piece in kept.pieces] if kept else [""] * len(program.steps)
+    times = view.tried.pieces if view.tried else {}
+    pieces = tuple(
+        replace(
+            _piece(told, k, view.machine), graph=index, bucket=step.bucket, measured=times.get((number, k)), code=code
+        )
+        for k, (step, code) in enumerate(zip(program.steps, codes, strict=True))
+    )
+    share = _shares(told, view.machine)
+    buckets = [_bucket(bucket, site, told, share, view.device) for bucket in plan.buckets]
+    return Graph(
+        index=index,
+        nodes=told.nodes,
+        digest=plan.digest(),
+        buckets=tuple(replace(bucket, graph=index, piece=after[bucket.index]) for bucket in buckets),
+        pieces=pieces,
+        passes=_passes(kept.history) if kept else (),
+        unused=tuple(site.names[position] for position in site.trained if position not in planned),
+        predicted=float(view.machine.seconds(told.forward.at(told.values))),
+        measured=view.tried.forwards.get(number) if view.tried else None,
+        dynamo=_code(site.graph),
+        forward=_code(site.compilation.forward_graph),
+        backward=_code(kept.gm if kept else None),
+        broken_by=_break(site),
+    )
+
+
+def _code(gm: fx.GraphModule | None) -> str:
+    return "" if gm is None else str(gm.print_readable(print_output=False)).strip()
+
+
+def _piece(told: Outline, index: int, machine: Machine) -> Piece:
+    note = told.pieces[index]
+    work = note.work.at(told.values)
+    dynamic = [
+        f"{what} {size}" for what, size in (("flops", note.work.flops), ("bytes", note.work.nbytes)) if _moves(size)
+    ]
+    return Piece(
+        graph=0,
+        index=index,
+        nodes=note.nodes,
+        flops=int(work.flops),
+        moved=int(work.nbytes),
+        kernels=work.kernels,
+        cost=", ".join(dynamic),
+        bucket=None,
+        predicted=float(machine.seconds(work)),
+    )
+
+
+def _moves(size: Any) -> bool:
+    return isinstance(size, sympy.Expr) and bool(size.free_symbols)
+
+
+def _shares(told: Outline, machine: Machine) -> Callable[[GradSpec], float]:
+    """Which share of the backward's time has passed when a gradient is ready, by the predicted work."""
+    seconds = {output: float(machine.seconds(note.before.at(told.values))) for output, note in told.grads.items()}
+    total = float(machine.seconds(told.work.at(told.values))) or 1.0
+    return lambda grad: min(1.0, seconds[grad.output] / total)
+
+
+def _bucket(
+    bucket: Planned, site: Site, told: Outline, share: Callable[[GradSpec], float], device: str | None
+) -> Bucket:
+    gradients = tuple(
+        Gradient(
+            name=site.names.get(grad.input, f"input {grad.input}"),
+            shape=grad.shape,
+            nbytes=grad.nbytes,
+            ready=grad.ready,
+            node=told.grads[grad.output].node,
+            source=told.grads[grad.output].source,
+            before=share(grad),
+        )
+        for grad in bucket.grads
+    )
+    dtype = str(bucket.dtype).removeprefix("torch.")
+    return Bucket(0, bucket.index, bucket.nbytes, dtype, device or str(bucket.device), gradients, 0)
+
+
+def _passes(history: Sequence[Any]) -> tuple[Pass, ...]:
+    found = []
+    before = ""
+    for record in history:
+        code = (record.code or "").strip()
+        found.append(Pass(record.name, record.seconds, code, changes(before, code) if before else ""))
+        before = code
+    return tuple(found)
+
+
+# --- parameters -------------------------------------------------------------------------------------
+
+
+def _break(site: Site) -> Break | None:
+    return None if site.broken_by is None else Break(_plain(site.broken_by[0]), site.broken_by[1])
+
+
+def _plain(reason: str) -> str:
+    """Dynamo's reason without the hints below it."""
+    lines = [line.strip() for line in reason.strip().splitlines()]
+    explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
+    return f"{lines[0]}: {explained}" if explained else lines[0]
+
+
+def _breaks(backend: Backend, tried: Tried | None) -> list[Break]:
+    found = {str(each): each for site in backend.sites if (each := _break(site)) is not None}
+    told = {each.reason for each in found.values()}
+    for reason in map(_plain, tried.breaks if tried else ()):  # those before any graph: Dynamo only counts them
+        if reason not in told:
+            found[reason] = Break(reason)
+    return list(found.values())
+
+
+def _parameters(
+    backend: Backend, graphs: Sequence[Graph], breaks: Sequence[Break], tried: Tried | None
+) -> list[Parameter]:
+    packed: dict[str, Parameter] = {}
+    for bucket in (bucket for graph in graphs for bucket in graph.buckets):
+        for each in bucket.gradients:
+            where = Parameter(each.name, each.shape, bucket.dtype, each.nbytes, "bucket")
+            packed.setdefault(each.name, replace(where, graph=bucket.graph, bucket=bucket.index))
+    left_out = {name for graph in graphs for name in graph.unused}
+    tied = backend.modules.tied()
+    found: dict[str, Parameter] = {}
+    for name, tensor in backend.known_tensors():
+        if not isinstance(tensor, nn.Parameter):
+            continue
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        about = Parameter(name, tuple(tensor.shape), dtype, tensor.nbytes, "", tied=tied.get(name, ()))
+        if not tensor.requires_grad:
+            found[name] = replace(about, state="frozen", reason="does not require grad")
+        elif name in packed:
+            found[name] = replace(packed[name], tied=about.tied)
+        elif name in left_out:
+            found[name] = replace(about, state="left out", reason=LEFT_OUT)
+        else:
+            state, reason, source = _outside(name, tensor, breaks, tried)
+            found[name] = replace(about, state=state, reason=reason, source=source)
+    return list({**found, **{name: each for name, each in packed.items() if name not in found}}.values())
+
+
+LEFT_OUT = "an input of a graph, but its gradient is always zero, sparse, or of another dtype"
+
+
+def _outside(
+    name: str, parameter: Tensor, breaks: Sequence[Break], tried: Tried | None
+) -> tuple[str, str, Source | None]:
+    """What becomes of a parameter that no graph has."""
+    if tried is None:
+        return "unknown", "in no compiled graph so far; if eager code uses it, it is reduced after the backward", None
+    if id(parameter) in tried.used:
+        reason = "used in eager code (a graph break or a disabled part); reduced after the backward, not overlapped"
+        found = _break_of(name, breaks)
+        return "eager", f"{reason}: {found.reason}" if found else reason, found.source if found else None
+    return "unused", "not used by this forward", None
+
+
+def _break_of(name: str, breaks: Sequence[Break]) -> Break | None:
+    """The graph break whose line speaks of a part that this parameter belongs to, or the only one there is."""
+    parts = [part for part in name.split(".")[:-1] if not part.isdigit()]
+    for part in reversed(parts):
+        for each in breaks:
+            if each.source is not None and f".{part}" in each.source.text:
+                return each
+    return breaks[0] if len(breaks) == 1 else None
+
+
+# --- times ------------------------------------------------------------------------------------------
+
+
+def _packed(nbytes: int, cap: int) -> list[int]:
+    """Sizes of the buckets in which what no graph packs leaves after the backward."""
+    return [cap] * (nbytes // cap) + [nbytes % cap] * (nbytes % cap > 0)
+
+
+def _steps(graph: Graph) -> Steps:
+    nbytes = {bucket.index: bucket.nbytes for bucket in graph.buckets}
+    pieces = tuple(
+        (piece.seconds, piece.bucket, 0 if piece.bucket is None else nbytes[piece.bucket]) for piece in graph.pieces
+    )
+    return Steps(graph.forward_seconds, pieces)
+
+
+def _timed(graph: Graph, spans: Sequence[Span], recorded: Sequence[Span]) -> Graph:
+    """Adds to the buckets when they travel."""
+    computed = timeline.computed(spans)
+    sent = {span.index: span for span in spans if span.kind == "bucket" and span.graph == graph.index}
+    ran = {span.index: span for span in recorded if span.kind == "bucket" and span.graph == graph.index}
+    buckets = []
+    for bucket in graph.buckets:
+        span = sent.get(bucket.index)
+        measured = ran[bucket.index].seconds if bucket.index in ran else None
+        if span is None:
+            buckets.append(replace(bucket, measured=measured))
+            continue
+        hidden = timeline.exposed(span, computed)
+        buckets.append(
+            replace(
+                bucket,
+                predicted=span.seconds,
+                start=span.start,
+                end=span.end,
+                exposed=hidden,
+                measured=measured,
+            )
+        )
+    return replace(graph, buckets=tuple(buckets))
+
+
+def _gradients(site: Site, machine: Machine, graph: Graph) -> Gradients:
+    backward = site.compilation.backward
+    assert backward is not None and backward.outline is not None
+    share = _shares(backward.outline, machine)
+    grads = backward.program.plan.grads
+    return Gradients(grads, tuple(share(grad) * graph.seconds for grad in grads), graph.seconds)
+
+
+def _sizes(graphs: Sequence[Gradients], network: Network | None, settings: Settings, left: int) -> tuple[Size, ...]:
+    if network is None or settings.caps or not any(graph.grads for graph in graphs):
+        return ()
+    found = []
+    for mib in sorted({*TRIED_SIZES, settings.cap / MIB}):
+        cap = int(mib * MIB)
+        rest = sum(map(network.all_reduce, _packed(left, cap)))
+        count = timeline.count_with(graphs, cap, settings.first_cap)
+        found.append(Size(mib, count, timeline.exposed_with(graphs, network, cap, settings.first_cap, rest)))
+    return tuple(found)
+
+
+def _recorded(backend: Backend, graphs: Sequence[Graph]) -> tuple[Span, ...]:
+    """The last synchronised backward of these graphs, as spans."""
+    records = [record for record in backend.stats().backwards if record.sync and record.launches]
+    buckets = [(graph.index, bucket.index) for graph in reversed(graphs) for bucket in graph.buckets]
+    pieces = [(graph.index, piece.index) for graph in reversed(graphs) for piece in graph.pieces]
+    for record in reversed(records):
+        if (record.launches, record.pieces) == (len(buckets), len(pieces)):
+            return _spans(record, pieces, buckets)
+    return ()
+
+
+def _spans(
+    record: BackwardRecord, pieces: Sequence[tuple[int, int]], buckets: Sequence[tuple[int, int]]
+) -> tuple[Span, ...]:
+    spans = []
+    events = [(kind, index, when - record.begin) for kind, index, when in record.events]
+    ends = [when for _, _, when in events[1:]] + [record.end - record.begin]
+    for (kind, index, when), end in zip(events, ends, strict=True):
+        if kind == "piece":
+            spans.append(Span("compute", "piece", *pieces[index], when, end))
+        elif kind == "wait":
+            spans.append(Span("compute", "wait", *buckets[index], when, end))
+    waited = {index: end for (kind, index, _), end in zip(events, ends, strict=True) if kind == "wait"}
+    for kind, index, when in events:
+        if kind == "launch":
+            end = waited.get(index, record.end - record.begin)
+            spans.append(Span("network", "bucket", *buckets[index], when, end))
+    return tuple(spans)
+
+
+def name_of(model: Any) -> str:
+    """What to call a model or a function in a report."""
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    return str(getattr(model, "__qualname__", type(model).__name__))
