@@ -35,7 +35,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class GradNote:
-    """Of one gradient: the node that computes it, the model's line behind it, and all work up to it."""
+    """Of one gradient: the node that computes it, the model's line behind it, and the work until it is ready.
+
+    That is the work of all that this gradient and those ready earlier need: what they do not need is scheduled later.
+    """
 
     node: str
     source: Source | None
@@ -78,14 +81,22 @@ def outline(gm: fx.GraphModule, plan: BucketPlan) -> Outline:
         gm: the graph, as AOTAutograd made it.
         plan: its buckets.
     """
-    before: dict[fx.Node, Work] = {}
-    total = Work()
-    for node, work in node_work(gm).items():
-        total += work
-        before[node] = total
+    costs = node_work(gm)
     results = graph_outputs(gm.graph)
-    grads = {grad.output: _note(results[grad.output], before) for grad in plan.grads}
-    return Outline(len(before), grads, values=symbol_values(gm), work=total)
+    grads: dict[int, GradNote] = {}
+    needed = Work()
+    seen: set[fx.Node] = set()
+    for grad in sorted(plan.grads, key=lambda grad: (grad.ready, grad.output)):
+        stack = [results[grad.output]]
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                needed += costs[node]
+                stack += node.all_input_nodes
+        node = results[grad.output]
+        grads[grad.output] = GradNote(node.name, source_of(node), needed)
+    return Outline(len(costs), grads, values=symbol_values(gm), work=sum(costs.values(), Work()))
 
 
 def with_pieces(found: Outline, pieces: tuple[fx.GraphModule, ...]) -> Outline:
@@ -94,10 +105,6 @@ def with_pieces(found: Outline, pieces: tuple[fx.GraphModule, ...]) -> Outline:
         PieceNote(sum(node.op == "call_function" for node in piece.graph.nodes), graph_work(piece)) for piece in pieces
     )
     return replace(found, pieces=notes)
-
-
-def _note(node: fx.Node, before: Mapping[fx.Node, Work]) -> GradNote:
-    return GradNote(node.name, source_of(node), before[node])
 
 
 def source_of(node: fx.Node) -> Source | None:

@@ -118,6 +118,30 @@ def test_a_graph_break_comes_with_dynamos_reason_and_the_line() -> None:
     assert found.graphs[1].broken_by is None
 
 
+class Looped(nn.Module):
+    """Dynamo compiles nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Odd(8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_break_before_any_graph_is_told_as_well() -> None:
+    found = explain(Looped())
+    assert found.graphs == ()
+    (broken,) = found.breaks
+    assert "torch.compiler.disable" in broken.reason
+    assert broken.source is not None
+    assert broken.source.line == line("x = layer(x)")
+    assert {parameter.state for parameter in found.parameters} == {"eager"}
+    assert "x = layer(x)" in str(found)
+
+
 def test_the_report_shows_the_numbers_of_the_plan() -> None:
     found = explain(Net(), world_size=64)
     shown = str(found)

@@ -1,8 +1,10 @@
 """Dynamo: what it is compiling, for whom, and from where it reads."""
 
+import logging
+import re
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from types import FunctionType
 from pathlib import Path
@@ -46,9 +48,39 @@ def graph_break(gm: fx.GraphModule) -> tuple[str, tuple[str, int, str, str] | No
     return str(reason.reason), where[-1] if where else None
 
 
-def graph_breaks_counted() -> dict[str, int]:
-    """Reasons for graph breaks so far in this process, and how often each was met."""
-    return dict(torch._dynamo.utils.counters["graph_break"])
+@contextmanager
+def graph_breaks_logged() -> Iterator[list[tuple[str, str]]]:
+    """Inside, collects (reason, stack trace of the user's code) of every graph break, those before any graph too."""
+    from torch._dynamo.symbolic_convert import graph_break_log
+
+    found: list[tuple[str, str]] = []
+    level, propagate = graph_break_log.level, graph_break_log.propagate
+    shown = graph_break_log.isEnabledFor(logging.DEBUG)
+    handler = _BreakHandler(found)
+    graph_break_log.addHandler(handler)
+    graph_break_log.setLevel(logging.DEBUG)
+    graph_break_log.propagate = propagate and shown
+    try:
+        yield found
+    finally:
+        graph_break_log.removeHandler(handler)
+        graph_break_log.setLevel(level)
+        graph_break_log.propagate = propagate
+
+
+class _BreakHandler(logging.Handler):
+    def __init__(self, found: list[tuple[str, str]]) -> None:
+        super().__init__(logging.DEBUG)
+        self._found = found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        reason = text.partition("Graph Break Reason: ")[2]
+        for end in ("\nStack variable source attribution:", "\nUser code traceback:"):
+            reason = reason.partition(end)[0]
+        where = re.search(r"in user code at (.+):(\d+)\n", text)
+        place = f'File "{where[1]}", line {where[2]}, in ?\n  ' if where else ""
+        self._found.append((reason.strip(), text.partition("User code traceback:\n")[2] or place))
 
 
 def no_recompile_limit() -> AbstractContextManager[None]:

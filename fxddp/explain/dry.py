@@ -31,14 +31,14 @@ class Tried:
         backend: knows the compiled graphs.
         model: keeps the parameters alive that `used` and the backend speak of.
         used: ids of the leaves that the results depend on.
-        breaks: reasons for graph breaks met.
+        breaks: reason and stack trace of each graph break.
         forwards, pieces: measured seconds, by number of the graph (and of the piece).
     """
 
     backend: "DryBackend"
     model: Any
     used: set[int]
-    breaks: tuple[str, ...] = ()
+    breaks: tuple[tuple[str, str], ...] = ()
     forwards: Mapping[int, float] = field(default_factory=dict)
     pieces: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
@@ -124,9 +124,8 @@ def try_forward(
         if isinstance(model, nn.Module):
             backend.adopt(model)
         compiled: Callable[..., Any] = torch.compile(model, backend=backend)
-        counted = _compat.graph_breaks_counted()
         try:
-            with torch.random.fork_rng(), torch.enable_grad(), _compat.no_recompile_limit():
+            with _compat.graph_breaks_logged() as breaks, torch.random.fork_rng(), torch.enable_grad(), _compat.no_recompile_limit():
                 results = _compat.flatten(compiled(*inputs, **kwargs))
                 used = set(map(id, _compat.upstream_leaves(results)))
                 if measure:
@@ -135,13 +134,12 @@ def try_forward(
             with torch.no_grad():
                 for name, buffer in buffers.items():
                     buffer.copy_(before[name])
-    breaks = tuple(reason for reason, often in _compat.graph_breaks_counted().items() if often > counted.get(reason, 0))
     middle = {key: statistics.median(times[1:] or times) for key, times in backend.times.items()}
     return Tried(
         backend,
         model,
         used,
-        breaks,
+        tuple(breaks),
         {number: seconds for (kind, number, _), seconds in middle.items() if kind == "forward"},
         {(number, index): seconds for (kind, number, index), seconds in middle.items() if kind == "piece"},
     )

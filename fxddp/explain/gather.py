@@ -1,5 +1,6 @@
 """Turns what a backend compiled into an `Explanation`."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, fx, nn
 from fxddp.backend import Backend
 from fxddp.config import MIB, Settings
 from fxddp.passes.cost import Machine, Network
-from fxddp.passes.outline import Outline, Source
+from fxddp.passes.outline import Outline, Source, innermost
 from fxddp.passes.plan import Bucket as Planned
 from fxddp.passes.plan import GradSpec
 from fxddp.site import Site
@@ -226,19 +227,20 @@ def _break(site: Site) -> Break | None:
 
 
 def _plain(reason: str) -> str:
-    """Dynamo's reason without the hints below it."""
-    lines = [line.strip() for line in reason.strip().splitlines()]
-    explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
-    return f"{lines[0]}: {explained}" if explained else lines[0]
+    """Dynamo's explanation of a graph break in one line, without addresses and without the hints below it."""
+    lines = [re.sub(r" at 0x[0-9a-f]+", "", line).strip() for line in reason.strip().splitlines()]
+    explained = (line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: "))
+    return next(explained, lines[0] if lines else "")
 
 
 def _breaks(backend: Backend, tried: Tried | None) -> list[Break]:
-    found = {str(each): each for site in backend.sites if (each := _break(site)) is not None}
-    told = {each.reason for each in found.values()}
-    for reason in map(_plain, tried.breaks if tried else ()):  # those before any graph: Dynamo only counts them
-        if reason not in told:
-            found[reason] = Break(reason)
-    return list(found.values())
+    """Each place once; a dry run hears of those before any graph, too."""
+    found = [each for site in backend.sites if (each := _break(site)) is not None]
+    found += [Break(_plain(reason), innermost(trace)) for reason, trace in (tried.breaks if tried else ())]
+    places: dict[object, Break] = {}
+    for each in found:
+        places.setdefault((each.source.file, each.source.line) if each.source else each.reason, each)
+    return list(places.values())
 
 
 def _parameters(
