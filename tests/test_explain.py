@@ -177,6 +177,7 @@ def test_it_holds_the_graphs_and_what_each_pass_did() -> None:
     assert graph.passes[1].code.count("_c10d_functional.all_reduce.default") == len(graph.buckets)
     added = [row for row in graph.passes[1].diff.splitlines() if row.startswith("+") and "all_reduce.default" in row]
     assert len(added) == len(graph.buckets)
+    assert graph.passes[1].added == sum(row.startswith("+") for row in graph.passes[1].diff.splitlines()) > len(added)
     assert len(graph.pieces) >= len(graph.buckets)
     assert not any("all_reduce" in piece.code for piece in graph.pieces)
     assert {piece.bucket for piece in graph.pieces} >= {bucket.index for bucket in graph.buckets}

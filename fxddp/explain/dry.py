@@ -125,7 +125,12 @@ def try_forward(
             backend.adopt(model)
         compiled: Callable[..., Any] = torch.compile(model, backend=backend)
         try:
-            with _compat.graph_breaks_logged() as breaks, torch.random.fork_rng(), torch.enable_grad(), _compat.no_recompile_limit():
+            with (
+                _compat.graph_breaks_logged() as breaks,
+                torch.random.fork_rng(),
+                torch.enable_grad(),
+                _compat.no_recompile_limit(),
+            ):
                 results = _compat.flatten(compiled(*inputs, **kwargs))
                 used = set(map(id, _compat.upstream_leaves(results)))
                 if measure:

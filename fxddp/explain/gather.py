@@ -214,7 +214,9 @@ def _passes(history: Sequence[Any]) -> tuple[Pass, ...]:
     before = ""
     for record in history:
         code = (record.code or "").strip()
-        found.append(Pass(record.name, record.seconds, code, changes(before, code) if before else ""))
+        diff = changes(before, code) if before else ""
+        added, removed = (sum(line.startswith(mark) for line in diff.splitlines()) for mark in "+-")
+        found.append(Pass(record.name, record.seconds, added, removed, code, diff))
         before = code
     return tuple(found)
 

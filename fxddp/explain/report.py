@@ -141,10 +141,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one pass made of the backward: the readable graph after it, what it changed, and in how many seconds."""
+    """What one pass made of the backward: the readable graph after it, what it changed, and in how many seconds.
+
+    Attributes:
+        added, removed: lines of the printed graph.
+    """
 
     name: str
     seconds: float
+    added: int = 0
+    removed: int = 0
     code: str = ""
     diff: str = ""
 

@@ -92,7 +92,7 @@ function head() {
 
 // --- timeline -------------------------------------------------------------------------------------
 
-const HEIGHT = 168, LEFT = 76, ROW = 46, GAP = 12, TOP = 26;
+const HEIGHT = 160, LEFT = 76, ROW = 46, GAP = 12, TOP = 26;
 
 function timeline(spans, box) {
   const total = end(spans) || 1, computed = computing(spans);
@@ -372,10 +372,8 @@ function graphs() {
     const ended = graph.broken_by ? `; ended by a graph break at ${line(graph.broken_by.source)}` : "";
     box.append(make("h3", {}, `graph ${graph.index}: backward of ${plural(graph.nodes, "node")} in ${plural(graph.pieces.length, "piece")}${ended}`));
     for (const each of graph.passes) {
-      const rows = each.diff ? each.diff.split("\n") : [];
-      const added = rows.filter((row) => row.startsWith("+")).length, gone = rows.filter((row) => row.startsWith("-")).length;
-      const figure = `${rows.length ? `+${added} −${gone} lines · ` : ""}${duration(each.seconds)}`;
-      box.append(rows.length ? fold(`pass ${each.name}`, figure, each.diff, true) : make("details", { class: "code" }, make("summary", {}, make("span", {}, `pass ${each.name}`), make("span", { class: "figure" }, `leaves the graph as it is · ${duration(each.seconds)}`))));
+      const figure = `${each.diff ? `+${each.added} −${each.removed} lines · ` : ""}${duration(each.seconds)}`;
+      box.append(each.diff ? fold(`pass ${each.name}`, figure, each.diff, true) : make("details", { class: "code" }, make("summary", {}, make("span", {}, `pass ${each.name}`), make("span", { class: "figure" }, `leaves the graph as it is · ${duration(each.seconds)}`))));
     }
     for (const piece of graph.pieces) {
       const figure = `${plural(piece.nodes, "node")} · ${digits(piece.flops / 1e9, 3)} GFLOP · ${duration(piece.measured ?? piece.predicted)}${piece.measured === null ? "" : " measured"}`;
