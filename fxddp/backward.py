@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import _compat
+from . import _compat, ranges
 from .channel import RanksDisagree
 from .decision import END, HOOK, Decision, Event
 from .executor import bucket_views
@@ -141,6 +141,7 @@ class Backward:
                 self._explored = True
                 self._strangers += self.backend.watch.strangers()
 
+    @ranges.launches
     def launch(
         self,
         flat: Tensor,
@@ -176,7 +177,7 @@ class Backward:
             if outside:
                 record.uncovered_launches += 1
             else:
-                launched.index = record.launch(flat.nbytes)
+                launched.index = record.launch(flat.nbytes, launched.work)
         self._launched.append(launched)
         return launched
 
@@ -434,6 +435,7 @@ class Backward:
         """The ids of the parameters with these numbers."""
         return {id(self.backend.replica.tensor(number)) for number in numbers}
 
+    @ranges.waits
     def wait(self, launched: Launched) -> None:
         """Waits for a bucket."""
         if launched.work is not None:
@@ -442,6 +444,8 @@ class Backward:
             assert self.group is not None
             self.group.wait(launched.work, lambda: f"average {self._names(launched.parameters)}")
             launched.work = None
+            if not launched.outside:
+                self.record.waited(launched.index)
 
     def _write_all(self, optimizer: "OptimizerInBackward | None") -> None:
         """Waits for each bucket and updates its parameters, while those after it travel; see Note [update]."""

@@ -38,6 +38,39 @@ def frame_is_resumed() -> bool:
     return str(tx.f_code.co_name).startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
+def frame_compiled() -> tuple[str, int, str] | None:
+    """File, line and name of the code that Dynamo is compiling right now; None outside of one."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        code = InstructionTranslator.current_tx().f_code
+    except AttributeError:
+        return None
+    return str(code.co_filename), int(code.co_firstlineno), str(code.co_name)
+
+
+def recompile_reason() -> str:
+    """Which guard failed, so that Dynamo compiles a frame again right now; "" if it compiles it for the first time."""
+    caller: Any = sys._getframe()
+    while caller is not None:
+        if caller.f_code.co_name == "_compile" and "compiler_fn" in caller.f_locals:
+            return str(caller.f_locals.get("recompile_reason") or "")
+        caller = caller.f_back
+    return ""
+
+
+def traces_compilation() -> bool:
+    """Whether torch writes a trace of its compilations, for tlparse (`TORCH_TRACE`)."""
+    return bool(torch._logging._internal.trace_log.handlers)
+
+
+def trace_artifact(name: str, payload: str) -> None:
+    """Puts a JSON text into that trace."""
+    torch._logging._internal.trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=lambda: payload
+    )
+
+
 def graph_break(gm: fx.GraphModule) -> tuple[str, tuple[str, int, str, str] | None] | None:
     """Why Dynamo ended a graph, and the user's file, line, function and text; None if the frame ended with it."""
     reason: Any = getattr(gm, "compile_subgraph_reason", None)

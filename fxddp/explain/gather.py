@@ -112,6 +112,11 @@ def _described(settings: Settings) -> dict[str, Any]:
 # --- graphs -----------------------------------------------------------------------------------------
 
 
+def graph_of(site: Site) -> Graph:
+    """What is told of one graph, on its own; times are those of an assumed machine."""
+    return _graph(0, 0, site, _View(MACHINES["cpu"], None, None))
+
+
 @dataclass(frozen=True)
 class _View:
     """How graphs are looked at: what times are predicted with, the device to speak of, what was tried."""
@@ -381,13 +386,13 @@ def _spans(
     for (kind, index, when), end in zip(events, ends, strict=True):
         if kind == "piece":
             spans.append(Span("compute", "piece", *pieces[index], when, end))
-        elif kind == "wait":
-            spans.append(Span("compute", "wait", *buckets[index], when, end))
-    waited = {index: end for (kind, index, _), end in zip(events, ends, strict=True) if kind == "wait"}
-    for kind, index, when in events:
-        if kind == "launch":
-            end = waited.get(index, record.end - record.begin)
-            spans.append(Span("network", "bucket", *buckets[index], when, end))
+    for where, bucket in zip(buckets, record.buckets, strict=True):
+        waits, launched = bucket.waits - record.begin, bucket.launched - record.begin
+        over = waits + bucket.waited if bucket.waits else record.end - record.begin
+        if bucket.waits:
+            spans.append(Span("compute", "wait", *where, waits, over))
+        arrived = over if bucket.arrived is None else bucket.arrived - record.begin
+        spans.append(Span("network", "bucket", *where, launched, arrived))
     return tuple(spans)
 
 

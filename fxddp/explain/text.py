@@ -17,7 +17,7 @@ def text(found: Explanation, width: int | None = None) -> str:
         width = min(max(shutil.get_terminal_size((120, 40)).columns, 80), 160)
     lines = [*_head(found)]
     for graph in found.graphs:
-        lines += ["", *_graph(graph)]
+        lines += ["", *graph_lines(graph)]
     lines += _parameters(found)
     if found.sizes:
         lines += ["", *_sizes(found)]
@@ -65,7 +65,8 @@ def _assumed(found: Explanation, what: str) -> str:
     return " (assumed)" if what in found.assumed else ""
 
 
-def _graph(graph: Graph) -> Iterator[str]:
+def graph_lines(graph: Graph) -> Iterator[str]:
+    """One graph's table."""
     measured = ", measured" if any(piece.measured is not None for piece in graph.pieces) else ""
     yield (
         f"graph {graph.index}: forward {duration(graph.forward_seconds)}, backward {duration(graph.seconds)} in "
