@@ -10,6 +10,7 @@ Nothing is trained, downloaded or sent: the models are built on the meta device,
 
 import argparse
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,7 @@ class ConvNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 7, stride=4, padding=3)
         sizes = [width, width, 2 * width, 4 * width, 8 * width]
-        self.stages = nn.Sequential(
-            *(Block(a, b, 1 if a == b else 2) for a, b in zip(sizes[:-1], sizes[1:], strict=True))
-        )
+        self.stages = nn.Sequential(*(Block(a, b, 1 if a == b else 2) for a, b in itertools.pairwise(sizes)))
         self.head = nn.Linear(sizes[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
