@@ -66,10 +66,10 @@ from .dynamo import (
     placeholder_example,
     placeholder_source,
     plain_names,
-    with_own_code,
     recompile_reason,
     trace_artifact,
     traces_compilation,
+    with_own_code,
 )
 from .groups import (
     all_gather,
@@ -129,8 +129,8 @@ __all__ = [
     "inductor_mode",
     "inductor_piece",
     "inner_backend",
-    "is_nested",
     "is_fake",
+    "is_nested",
     "keep_until_read",
     "load_piece",
     "map_tensors",

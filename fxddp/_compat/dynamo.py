@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from types import FunctionType
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
