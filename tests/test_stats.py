@@ -249,3 +249,60 @@ def test_plans_are_told_where_they_are_asked_for(tmp_path, variable: str, value:
     told = json.JSONDecoder().raw_decode(payload)[0]
     assert told["graph"]["buckets"][0]["nbytes"] == 40
     assert told["recompile"] is None
+
+
+# ---- reports on what was wrapped, or loaded from a cache -------------------------------------------------------------
+
+
+def wrapped(rank: int, world: int) -> None:
+    module = seeded(0, Mlp)
+    model = fxddp.DistributedDataParallel(module, bucket_cap_mb=0.001, inner="aot_eager")
+    x = torch.randn(6, 8)
+    model(x).sum().backward()
+    before = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    trained = fxddp.explain(model)
+    expect(trained.model == "Mlp" and trained.world_size == world, f"{trained.model} on {trained.world_size}")
+    expect(bool(trained.recorded), "the backward is not there")
+    names = {name for name, _ in module.named_parameters()}
+    expect({name for bucket in trained.buckets for name in bucket.names} == names, "other names")
+    planned = fxddp.explain(model, x)
+    expect([g.digest for g in planned.graphs] == [g.digest for g in trained.graphs], "another plan")
+    expect(all(torch.equal(p.grad, before[n]) for n, p in module.named_parameters() if p.grad is not None), ".grad")
+
+
+def test_a_wrapped_model_is_explained(pool: Pool) -> None:
+    pool.run(wrapped)
+
+
+CACHED = """
+import torch, fxddp, json
+from torch._dynamo.utils import counters
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+model = torch.compile(Net(), backend=fxddp.backend())
+model(torch.ones(2, 8)).sum().backward()
+print(counters["aot_autograd"]["autograd_cache_hit"], fxddp.explain(model).to_json(code=True), sep="\\n")
+"""
+
+
+def test_a_report_is_whole_where_the_graphs_came_from_a_cache(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    (tmp_path / "cached.py").write_text(CACHED)
+    found = []
+    for hits in (0, 1):
+        done = subprocess.run(
+            [sys.executable, "cached.py"], capture_output=True, text=True, env=environment, cwd=tmp_path, check=True
+        )
+        shown = done.stdout.splitlines()
+        assert int(shown[0]) == hits
+        found.append(fxddp.Explanation.from_dict(json.loads(shown[1])))
+    assert found[0] == found[1]
+    assert found[1].buckets[0].gradients[0].source is not None
+    assert found[1].graphs[0].predicted > 0
