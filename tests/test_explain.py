@@ -138,7 +138,7 @@ def test_a_break_before_any_graph_is_told_as_well() -> None:
     assert "torch.compiler.disable" in broken.reason
     assert broken.source is not None
     assert broken.source.line == line("x = layer(x)")
-    assert {parameter.state for parameter in found.parameters} == {"eager"}
+    assert {(parameter.state, parameter.source) for parameter in found.parameters} == {("eager", broken.source)}
     assert "x = layer(x)" in str(found)
 
 
