@@ -27,6 +27,7 @@ import contextlib
 import gc
 import importlib.util
 import json
+import math
 import os
 import select
 import signal
@@ -48,6 +49,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import MODELS
@@ -68,6 +70,9 @@ MIB = 2**20
 WARM_UP_STEPS = 3
 # Per tensor, largest difference over largest gradient. Another order of fp32 sums makes about 1e-5, a wrong mode 1.
 GRADIENT_TOLERANCE = 1e-3
+# What travels, for fxddp's modes; for DDP's torch's hooks, where it has one that runs on a CPU. Such gradients are
+# compared with exact ones: difference over size of the whole gradient. PowerSGD's only before it starts.
+COMM_HOOKS = {"fp16": 2e-3, "bf16": 1e-2, "int8": 3e-2, "powersgd": math.inf}
 
 
 class BenchmarkError(Exception):
@@ -109,7 +114,27 @@ def fresh_models(tag: str) -> ModuleType:
     return module
 
 
-def build(mode: str, model: str, *, rank: int, bucket_mb: float) -> Run:
+def codec(name: str | None) -> Any:
+    """The `comm_hook` of fxddp's modes."""
+    import fxddp
+
+    objects: dict[str | None, Callable[[], Any]] = {
+        "int8": fxddp.Int8,
+        "powersgd": lambda: fxddp.PowerSGD(4, start_iter=WARM_UP_STEPS - 1),
+    }
+    return objects[name]() if name in objects else name
+
+
+def register_hook(ddp: DistributedDataParallel, name: str | None) -> None:
+    """torch's own hook of that name, if there is one."""
+    if name == "fp16":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=WARM_UP_STEPS - 1)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def build(mode: str, model: str, *, rank: int, bucket_mb: float, comm_hook: str | None = None) -> Run:
     """The model in one mode; weights are the same for all modes and ranks, inputs differ between ranks."""
     module, inputs = fresh_models(mode).make(model, rank)
     backend = None
@@ -118,12 +143,13 @@ def build(mode: str, model: str, *, rank: int, bucket_mb: float) -> Run:
         call = torch.compile(module)
     elif mode in ("ddp", "ddp_compile", "reference"):
         call = DistributedDataParallel(module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+        register_hook(call, comm_hook)
         if mode == "ddp_compile":
             call = torch.compile(call)
     else:
         import fxddp  # here, so that the other modes can be measured without it
 
-        backend = fxddp.backend(bucket_mb=bucket_mb, split=mode == "fxddp")
+        backend = fxddp.backend(bucket_mb=bucket_mb, split=mode == "fxddp", comm_hook=codec(comm_hook))
         call = torch.compile(module, backend=backend)
     return Run(module, call, inputs, torch.optim.SGD(module.parameters(), lr=1e-4), backend)
 
@@ -140,9 +166,20 @@ def averaged_gradients(run: Run, *, by_hand: bool) -> dict[str, Tensor]:
     return found
 
 
-def check_gradients(mode: str, found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+def check_gradients(
+    mode: str, found: dict[str, Tensor], reference: dict[str, Tensor], comm_hook: str | None = None
+) -> float:
     """The largest relative difference from DDP's gradients; BenchmarkError where it is no rounding."""
     worst = 0.0
+    if comm_hook is not None:
+        exact = torch.cat([expected.flatten() for expected in reference.values()])
+        worst = ((torch.cat([found[name].flatten() for name in reference]) - exact).norm() / exact.norm()).item()
+        if not worst <= COMM_HOOKS[comm_hook]:
+            raise BenchmarkError(
+                f"mode {mode}: gradients differ from exact ones by {worst:.1e} of their size, expected at most "
+                f"{COMM_HOOKS[comm_hook]:.0e} with {comm_hook}; a wrong mode is not measured"
+            )
+        return worst
     for name, expected in reference.items():
         difference = ((found[name] - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
         if not difference <= GRADIENT_TOLERANCE:
@@ -158,7 +195,15 @@ class Rank:
     """Answers the driver's commands one after another: `start`, `build`, `measure`."""
 
     def start(
-        self, *, rank: int, model: str, bucket_mb: float, optimizer: bool, rendezvous: str, timeout: float
+        self,
+        *,
+        rank: int,
+        model: str,
+        bucket_mb: float,
+        optimizer: bool,
+        comm_hook: str | None,
+        rendezvous: str,
+        timeout: float,
     ) -> Any:
         if hasattr(os, "sched_setaffinity"):  # before any thread exists, so that gloo's threads share the core
             cores = sorted(os.sched_getaffinity(0))
@@ -168,6 +213,7 @@ class Rank:
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=timeout)
         )
         self.rank, self.model, self.bucket_mb, self.with_optimizer = rank, model, bucket_mb, optimizer
+        self.comm_hook = comm_hook
         self.runs: dict[str, Run] = {}
         reference = build("reference", model, rank=rank, bucket_mb=bucket_mb)
         self._warm_up_step(reference)
@@ -179,13 +225,14 @@ class Rank:
         """Compiles the mode; compares its gradients with DDP's at the first and at the last step of the warm-up."""
         graphs, compiles = counters["stats"]["unique_graphs"], counters["aot_autograd"]["total"]
         begin = time.perf_counter()
-        run = build(mode, self.model, rank=self.rank, bucket_mb=self.bucket_mb)
+        run = build(mode, self.model, rank=self.rank, bucket_mb=self.bucket_mb, comm_hook=self.comm_hook)
         differences = []
         for step in range(WARM_UP_STEPS):
             self._warm_up_step(run)
             if step in (0, WARM_UP_STEPS - 1):
                 found = averaged_gradients(run, by_hand=mode == "local")
-                differences.append(check_gradients(mode, found, self.reference))
+                compressed = None if mode == "local" or (self.comm_hook == "powersgd" and step == 0) else self.comm_hook
+                differences.append(check_gradients(mode, found, self.reference, compressed))
         seconds = time.perf_counter() - begin
         graphs, compiles = counters["stats"]["unique_graphs"] - graphs, counters["aot_autograd"]["total"] - compiles
         if (graphs > 0) != (mode in COMPILED):
@@ -473,6 +520,7 @@ def measure_model(model: str, network: Network, scratch: Path, options: argparse
         network.set_rate(UNSHAPED)
         each = [{"rank": rank} for rank in range(RANKS)]
         common = {"model": model, "bucket_mb": options.bucket_mb, "optimizer": options.optimizer}
+        common["comm_hook"] = options.comm_hook
         start = {"rendezvous": str(scratch / "rendezvous"), "timeout": options.timeout}
         facts = ranks.ask("start", *each, **common, **start)[0]
         built = {}
@@ -511,6 +559,7 @@ def run(options: argparse.Namespace) -> int:
             "bucket_mb": options.bucket_mb,
             "rounds": options.rounds,
             "optimizer": options.optimizer,
+            "comm_hook": options.comm_hook,
             "load_before": os.getloadavg(),
             "results": [],
         }
@@ -521,6 +570,7 @@ def run(options: argparse.Namespace) -> int:
         head += (
             f", step {'with' if options.optimizer else 'without'} optimizer; load before {_load(report['load_before'])}"
         )
+        head += f"; compressed by {options.comm_hook}" if options.comm_hook else ""
         print(head, end="\n\n", flush=True)
         failed = False
         with tempfile.TemporaryDirectory(prefix="fxb-") as scratch:
@@ -584,6 +634,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--rates", type=_rates, default=[UNSHAPED, "2gbit", "1gbit"], help="none, 2gbit, 500mbit, …")
     parser.add_argument("--bucket-mb", type=float, default=5.0, help="bucket size of every mode, in MiB (default 5)")
     parser.add_argument("--rounds", type=int, default=15, help="steps of every mode per rate (default 15)")
+    parser.add_argument("--comm-hook", choices=list(COMM_HOOKS), help="compress; DDP does with fp16 and powersgd")
     parser.add_argument("--optimizer", action="store_true", help="include an SGD step in the timed step")
     parser.add_argument("--no-namespaces", dest="namespaces", action="store_false", help="plain loopback, unshaped")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a build or a measurement may take")

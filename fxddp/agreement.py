@@ -58,6 +58,7 @@ class Proposal:
         """
         if self._decision is None:
             assert self._announced is not None
+            self._group.settle()  # another rank may wait for a bucket before it comes here
             self._decision = self._agreement.conclude(self, self._announced.records(), self._group)
             self._announced = None
         return self._decision

@@ -16,9 +16,10 @@ from .agreement import Agreement
 from .backward import Backward
 from .by_name import by_name
 from .call import Binding
-from .comm_hook import CommHook, hook_of
+from .comm_hook import CommHook
 from .compiled import backend_of, listen, no_sync
 from .compiler import Compilation
+from .compression import Codec, Session
 from .config import MIB, Settings, make_settings, split_options
 from .decision import Decision
 from .group import Group, GroupLookup
@@ -42,6 +43,8 @@ class Backend:
 
     Attributes:
         comm_hook: what runs on every bucket in place of the all-reduce, or None.
+        codec: how buckets are compressed for travelling, or None.
+        shadow_session: what a rank without inputs learns for the codec in one iteration of the others.
         optimizer: what updates parameters in backward, or None.
         joining: ranks may run out of inputs, under `join`.
         shadowed_launches: buckets of the running backward of the others that this rank took part in without inputs.
@@ -61,6 +64,8 @@ class Backend:
         self.plan_log = PlanLog()
         self.sites: list[Site] = []
         self.comm_hook: CommHook | None = None
+        self.codec = settings.codec
+        self.shadow_session: Session | None = None
         self.optimizer: OptimizerInBackward | None = None
         self.joining = False
         self.shadowed_launches = 0
@@ -71,7 +76,7 @@ class Backend:
         self._lock = threading.Lock()
         self._local_scopes: list[frozenset[int] | None] = []
         if settings.comm_hook is not None:
-            self.register_comm_hook(None, hook_of(settings.comm_hook))
+            self.register_comm_hook(None, settings.comm_hook)
         if settings.optimizer is not None:
             self.register_optimizer(settings.optimizer)
 
@@ -116,6 +121,10 @@ class Backend:
 
     def is_ignored(self, tensor: Any) -> bool:
         """Whether a tensor is to be left alone, neither sent nor averaged."""
+        return False
+
+    def expects_sparse(self, parameter: Tensor, group: Group) -> bool:
+        """Whether all ranks average what a parameter has at the end of a backward as a sparse gradient."""
         return False
 
     def _settings_for(self, options: Mapping[str, Any] | None, mode: str | None) -> Settings:
@@ -228,26 +237,51 @@ class Backend:
                 f"{len(self.settings.lanes) or 1} process group(s) and algorithm={self.settings.algorithm!r}: make it "
                 "without"
             )
-        if self.comm_hook is not None:
+        self.use_comm_hook(CommHook(state, hook))
+
+    def use_comm_hook(self, hook: CommHook) -> None:
+        """`register_comm_hook` of what is one already."""
+        if self.hook_name is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once: this backend has "
-                f"{self.comm_hook.name} already"
+                f"{self.hook_name} already"
             )
-        self.comm_hook = CommHook(state, hook)
+        self.comm_hook = hook
+
+    @property
+    def hook_name(self) -> str | None:
+        """What runs on every bucket in place of the all-reduce, as ranks compare it; None for nothing."""
+        if self.codec is not None:
+            return self.codec.fingerprint()
+        return None if self.comm_hook is None else self.comm_hook.name
 
     @property
     def hook_names(self) -> tuple[str, str]:
-        """What runs on buckets besides the all-reduce: the communication hook and the optimizer."""
-        return str(self.comm_hook and self.comm_hook.name), str(self.optimizer and self.optimizer.name)
+        """What runs on buckets, and the optimizer, as ranks compare them."""
+        return str(self.hook_name), str(self.optimizer and self.optimizer.name)
 
     def confirm_hooks(self, group: Group) -> None:
         """Compares new hooks with the other ranks', who would otherwise start other collectives or train otherwise."""
-        if self.comm_hook is None and self.optimizer is None:
+        if self.comm_hook is None and self.codec is None and self.optimizer is None:
             return
-        confirmed = (group, self.hook_names)
-        if self._confirmed != confirmed:
-            self._confirmed = confirmed
+        if not self.were_confirmed(group):
             self.replica.agree_on_hooks(self.hook_names, group)
+
+    def were_confirmed(self, group: Group) -> bool:
+        """Whether the hooks that are there now were compared before; from now on they were."""
+        before, self._confirmed = self._confirmed, (group, self.hook_names)
+        return before == self._confirmed
+
+    @property
+    def travels_in_graphs(self) -> bool:
+        """Whether a graph with collectives inside does all that is to be done with a bucket."""
+        return self.comm_hook is None and (self.codec is None or self.codec.wire is not None)
+
+    def session(self) -> Session:
+        """A backward's dealings with the codec."""
+        assert self.codec is not None
+        replica = self.replica
+        return Session(self.codec, lambda parameter: replica.name(replica.number(parameter)))
 
     def transport(self, group: Group) -> Transport:
         """What buckets travel by. A collective the first time on a group."""
@@ -307,7 +341,7 @@ def backend(
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     keep_graphs: bool = False,
-    comm_hook: str | Callable[..., Any] | None = None,
+    comm_hook: str | Codec | Callable[..., Any] | None = None,
     optimizer: Optimizer | None = None,
 ) -> Backend:
     """Makes a backend for `torch.compile` that trains data-parallel.
@@ -333,8 +367,10 @@ def backend(
             standing in; what no rank uses keeps its `.grad`. Parameters that no rank uses need no flag.
         static_graph: raise, naming the parameters, if the set that gets gradients ever changes.
         keep_graphs: keep all graphs for `fxddp.explain`, at the cost of host memory.
-        comm_hook: what runs on every bucket in place of the averaging all-reduce: "fp16" or "bf16" (half the bytes), or
-            a hook of DistributedDataParallel's that needs no state; see `Backend.register_comm_hook`.
+        comm_hook: what travels in place of the buckets: "fp16" or "bf16", half the bytes, cast by the compiled code
+            that packs them; `fxddp.PowerSGD(…)`, `fxddp.Int8(…)` or `fxddp.Adaptive(…)`, an object that keeps state and
+            belongs to this backend; or a hook of DistributedDataParallel's that needs no state; see
+            `Backend.register_comm_hook`.
         optimizer: updates its parameters in backward, each when its bucket has arrived, while others still travel, and
             takes their gradients; see `Backend.register_optimizer`.
 

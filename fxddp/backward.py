@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,10 @@ from torch import Tensor
 
 from . import _compat, ranges
 from .channel import RanksDisagree
+from .compression import Parcel, Session, Travelling
 from .decision import END, HOOK, Decision, Event
 from .executor import bucket_views
-from .packing import empty_bucket, packs
+from .packing import empty_bucket, packs, sparse_gradient
 from .passes.plan import Bucket
 from .stats import BackwardRecord
 from .uncovered import Watch, parameters_registered
@@ -51,7 +53,7 @@ class Launched:
     """A bucket under way: the work, and which of its views go to which parameters.
 
     Attributes:
-        index: its number among the launches of graphs; -1 for one of `outside`.
+        index: its number among the launches of graphs, or among those of `outside`; -1 if nothing travels.
         work: what to wait for; None if nothing travels.
         parameters, views: whose gradients they become at the end of the backward.
         outside: no graph packed it.
@@ -95,10 +97,12 @@ class Backward:
         self._returned: dict[int, tuple[Tensor, Any]] = {}
         self._undefined: dict[int, tuple[Tensor, int]] = {}
         self._stood_in: dict[int, Tensor] = {}
+        self._spared: list[tuple[Tensor, dict[int, Any]]] = []
         self._strangers: list[Tensor] = []
         self._explored = False
         self._later: dict[int, Tensor] = {}
         self._nested = backend.optimizer is not None and _compat.is_nested()
+        self._session: Session | None = None
         _compat.queue_callback(_AtEnd(self))
 
     @property
@@ -148,7 +152,9 @@ class Backward:
         members: Sequence[Tensor],
         kept: Sequence[int] | None,
         views: list[Tensor] | None,
+        wire: Tensor | None = None,
         *,
+        idle: AbstractSet[int] = frozenset(),
         is_last: bool,
         outside: bool = False,
     ) -> Launched:
@@ -159,10 +165,12 @@ class Backward:
             members: the parameters whose gradients it holds.
             kept: positions of those that get theirs from here; None for all.
             views: of all gradients in it; None if they are only made later.
+            wire: the bucket in the dtype in which it is to travel, if it was cast already.
+            idle: ids of the parameters that no rank takes a gradient of from here; the same ones on all ranks.
             is_last: whether no bucket of this graph, or of this end, follows.
             outside: no graph packed it.
         """
-        group, record, hook = self.group, self.record, self.backend.comm_hook
+        group, record, hook, codec = self.group, self.record, self.backend.comm_hook, self.backend.codec
         assert group is not None
         if kept is not None and views is not None:
             launched = Launched([members[i] for i in kept], [views[i] for i in kept], outside=outside)
@@ -170,31 +178,41 @@ class Backward:
             launched = Launched(members, views, outside=outside)
         if flat.numel():
             index = record.launches + record.uncovered_launches
-            if hook is None:
+            if codec is not None:
+                if self._session is None:
+                    self._session = self.backend.session()
+                reduce = partial(self.backend.transport(group).start, index=index, counts=False)
+                parcel = Parcel(flat, members, group, self._session, reduce, wire=wire, idle=idle, count=record.travels)
+                launched.work = codec.start(parcel, lambda: f"bucket {index} ({self._names(members)})")
+            elif hook is None:
+                group.settle()
                 launched.work = self.backend.transport(group).start(flat, index)
+                record.travels(flat.nbytes)
             else:
+                record.travels(flat.nbytes)
                 launched.work = hook.run(flat, members, index, group, is_last=is_last, names=self._names(members))
-            if outside:
-                record.uncovered_launches += 1
-            else:
-                launched.index = record.launch(flat.nbytes, launched.work)
+            launched.index = record.launch_outside() if outside else record.launch(flat.nbytes, launched.work)
         self._launched.append(launched)
         return launched
 
-    def launch_later(self, bucket: Bucket, flat: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> None:
+    def launch_later(
+        self, bucket: Bucket, flat: Tensor, parameters: Sequence[Tensor], wire: Tensor | None, *, is_last: bool
+    ) -> None:
         """`launch` for a bucket whose views all go the usual way: they are only made when they are needed."""
-        self._lazy.append((self.launch(flat, parameters, None, None, is_last=is_last), bucket, flat))
+        self._lazy.append((self.launch(flat, parameters, None, None, wire, is_last=is_last), bucket, flat))
 
     def _names(self, parameters: Sequence[Tensor]) -> str:
         more = f" and {len(parameters) - 4} more" if len(parameters) > 4 else ""
         return ", ".join(map(self.backend.watch.name, parameters[:4])) + more
 
-    def launched_inside(self, bucket_bytes: Sequence[int], views: list[Tensor], parameters: Sequence[Tensor]) -> None:
+    def launched_inside(self, buckets: Sequence[Bucket], views: list[Tensor], parameters: Sequence[Tensor]) -> None:
         """Notes gradients that a graph with collectives inside has reduced already."""
         assert self.group is not None
-        for nbytes in filter(None, bucket_bytes):
-            self.group.count()
-            self.record.launch(nbytes)
+        for bucket in buckets:
+            if bucket.nbytes:
+                self.group.count()
+                self.record.launch(bucket.nbytes)
+                self.record.travels(self.backend.settings.wire_bytes(bucket, self.group.size))
         self._launched.append(Launched(parameters, views))
 
     def hold(self, parameter: Tensor, scaled: Tensor) -> None:
@@ -205,6 +223,18 @@ class Backward:
         """Notes that a parameter gets a gradient that only other ranks have: autograd will call no hook for it."""
         if len(_compat.hooks_after_accumulation(parameter) or ()) > 1:
             self._stood_in[id(parameter)] = parameter
+
+    def spare_hooks(self, parameter: Tensor) -> None:
+        """Has no tensor hook of a parameter called with None in this backward, for a gradient that a graph leaves out.
+
+        Eager code would not even reach the parameter.
+        """
+        if _compat.hooks_before_accumulation(parameter):
+            self._spared.append((parameter, _compat.spare_undefined(parameter)))
+
+    def _spare_no_more(self) -> None:
+        while self._spared:
+            _compat.spare_no_more(*self._spared.pop())
 
     def left_out(self, parameter: Tensor) -> None:
         """Notes that a graph gives a parameter no gradient in this backward."""
@@ -225,11 +255,16 @@ class Backward:
             return True
         return bool(self._aside) and any(id(p) in self._aside for p in parameters)
 
-    def take(self, parameter: Tensor) -> Tensor | None:
-        """Takes what a parameter accumulated so far, to be put back if this backward fails."""
+    def take(self, parameter: Tensor, *, sparse: bool = False) -> Tensor | None:
+        """Takes what a parameter accumulated so far, to be put back if this backward fails.
+
+        Args:
+            parameter: whose.
+            sparse: it may be a sparse tensor.
+        """
         identity = id(parameter)
         grad = parameter.grad
-        if grad is not None and grad.layout is not torch.strided:
+        if grad is not None and grad.layout is not torch.strided and not sparse:
             grad = grad.to_dense()
         kept = self._aside.pop(identity, (parameter, None))[1]
         if kept is not None and grad is not None:
@@ -281,6 +316,22 @@ class Backward:
                 self.stands_in(parameter)
         return flat, views
 
+    def launch_sparse(self, parameter: Tensor, group: "Group") -> None:
+        """Starts averaging a sparse gradient, or the lack of one here."""
+        old = self.take(parameter, sparse=True)
+        held = self._held.pop(id(parameter), (parameter, []))[1]
+        if old is None and not held:
+            self.stands_in(parameter)
+        total = sparse_gradient(parameter, held if old is None else [old * self.scale, *held])
+        group.settle()
+        launched = Launched([parameter], [total], outside=True)
+        with ranges.launch(ranges.OUTSIDE):
+            launched.work = group.all_reduce(total)
+        launched.index = self.record.launch_outside()
+        self._launched.append(launched)
+        self.record.uncovered += (self.backend.watch.name(parameter),)
+        self.record.uncovered_bytes += total.values().nbytes
+
     # --- called by hooks, when autograd accumulated into a watched parameter ----------------------
 
     def accumulated(self, parameter: Tensor, *, now: bool) -> None:
@@ -328,7 +379,8 @@ class Backward:
             flat, views = self.fill(members, there, self.ids(decision.unused))
             others = [i for i, p in enumerate(members) if p is not parameter and bucket[i] not in decision.unused]
             is_last = bucket is decision.buckets[-1]
-            launched = self.launch(flat, members, others, views, is_last=is_last, outside=True)
+            unused = self.ids(decision.unused)
+            launched = self.launch(flat, members, others, views, idle=unused, is_last=is_last, outside=True)
             if number in bucket:
                 self.wait(launched)
                 grad.copy_(views[bucket.index(number)])
@@ -353,6 +405,7 @@ class Backward:
 
     @torch.no_grad()
     def _finish(self) -> None:
+        self._spare_no_more()
         backend = self.backend
         for stranger in self._strangers:
             if stranger.grad is not None:
@@ -369,6 +422,8 @@ class Backward:
             launched.views = bucket_views(bucket, flat)
         self._lazy.clear()
         self._write_all(backend.optimizer if synchronises else None)
+        if self._session is not None:
+            self._session.commit()
         for parameter in self._stood_in.values():  # autograd has accumulated nothing here, and called nobody
             _compat.run_other_accumulation_hooks(parameter)
         for parameter, kept in self._aside.values():
@@ -418,18 +473,23 @@ class Backward:
     def stand_in(self, decision: Decision, group: "Group") -> None:
         """Takes part in the reduction of buckets that no graph of this rank packs."""
         backend = self.backend
-        packed = [
-            members
-            for bucket in decision.buckets
-            for members in packs(map(backend.replica.tensor, bucket), backend.settings.cap)
-        ]
+        at_end = group.rank not in decision.again  # and so are all others: none of them packs these into a bucket
+        sparse: list[Tensor] = []
+        packed: list[list[Tensor]] = []
+        for bucket in decision.buckets:
+            members = list(map(backend.replica.tensor, bucket))
+            sparse += [p for p in members if at_end and backend.expects_sparse(p, group)]
+            dense = [p for p in members if not (at_end and backend.expects_sparse(p, group))]
+            packed += packs(dense, backend.settings.cap)
         unused = self.ids(decision.unused)
         for members in packed:
             flat, views = self.fill(members, [None] * len(members), unused)
             kept = [i for i, p in enumerate(members) if id(p) not in unused]
-            self.launch(flat, members, kept, views, is_last=members is packed[-1], outside=True)
+            self.launch(flat, members, kept, views, idle=unused, is_last=members is packed[-1], outside=True)
             self.record.uncovered += tuple(map(backend.watch.name, members))
             self.record.uncovered_bytes += flat.nbytes
+        for parameter in sparse:
+            self.launch_sparse(parameter, group)
 
     def ids(self, numbers: Iterable[int]) -> set[int]:
         """The ids of the parameters with these numbers."""
@@ -439,8 +499,7 @@ class Backward:
     def wait(self, launched: Launched) -> None:
         """Waits for a bucket."""
         if launched.work is not None:
-            if not launched.outside:
-                self.record.wait(launched.index)
+            self.record.wait(launched.index, outside=launched.outside)
             assert self.group is not None
             self.group.wait(launched.work, lambda: f"average {self._names(launched.parameters)}")
             launched.work = None
@@ -489,7 +548,10 @@ class Backward:
             if id(parameter) in self._returned and not launched.outside:
                 continue
             current = parameter.grad
-            if taken and id(parameter) in taken:
+            if view.is_sparse:
+                taken.pop(id(parameter), None)
+                parameter.grad = view if current is None else view + current
+            elif taken and id(parameter) in taken:
                 _, old = taken.pop(id(parameter))
                 old.copy_(view)
                 _compat.keep_until_read(view)
@@ -507,6 +569,7 @@ class Backward:
         if self.over:
             return
         self.over = True
+        self._spare_no_more()
         for parameter, old in [*self._taken.values(), *self._aside.values()]:
             parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
         self._taken.clear()
@@ -519,6 +582,9 @@ class Backward:
             with suppress(RuntimeError):
                 group = self.backend.lookup()
             self.record.sync = True
+        for launched in self._launched:
+            if isinstance(launched.work, Travelling):
+                launched.work.abandon()
         if self.record.sync and group is not None and not isinstance(error, RanksDisagree):
             group.give_up(f"{type(error).__name__}: {error}" if error else "an exception outside of fxddp")
             for launched in self._launched:

@@ -5,6 +5,7 @@ the set of parameters a graph was called with; a `Call` is one forward. The call
 node of its results, as a pre-hook, which runs right before the compiled backward and sees which outputs got a gradient.
 """
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from operator import itemgetter
@@ -132,6 +133,7 @@ class Call:
         """Pre-hook of the autograd node: the compiled backward of this call runs next."""
         if _compat.compiled_autograd_enabled():
             raise RuntimeError(COMPILED_AUTOGRAD)
+        refuse_distributed_autograd()
         missing = [i for i, gradient in enumerate(gradients) if gradient is None]
         self.undefined = frozenset(missing)
         self.creates_graph = _compat.creates_graph()
@@ -143,4 +145,20 @@ COMPILED_AUTOGRAD = (
     "gradients "
     "would stay local. Turn off torch._dynamo.config.compiled_autograd; fxddp already compiles the whole backward of "
     "each graph"
+)
+
+
+def refuse_distributed_autograd() -> None:
+    """Raises inside of a backward that would keep gradients where nobody averages them.
+
+    And warns: that engine loses the text of an error in a hook.
+    """
+    if _compat.distributed_autograd():
+        warnings.warn(DISTRIBUTED_AUTOGRAD, stacklevel=2)
+        raise RuntimeError(DISTRIBUTED_AUTOGRAD)
+
+
+DISTRIBUTED_AUTOGRAD = (
+    "fxddp does not work with torch.distributed.autograd, which keeps gradients in a context of its own: they would "
+    "stay local. Call loss.backward(), or use torch.nn.parallel.DistributedDataParallel for what trains through RPC"
 )

@@ -29,12 +29,6 @@ SINGLE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, defaul
 Future = torch.futures.Future[torch.Tensor]
 
 
-def hook_of(name: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The hook behind the `comm_hook` argument of `fxddp.backend`."""
-    named = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-    return named[name] if isinstance(name, str) else name
-
-
 class GradBucket:
     """A bucket as a hook sees it, with the methods of `torch.distributed.GradBucket`."""
 
@@ -77,7 +71,13 @@ class HookWork:
         self._flat = flat
         self._failed = failed
         self._done = threading.Event()
+        if not hasattr(future, "add_done_callback"):
+            raise TypeError(f"callback must return a torch.futures.Future object, but got {type(future).__name__}")
         future.add_done_callback(lambda _: self._done.set())
+
+    def is_completed(self) -> bool:
+        """Whether the hook's result is there."""
+        return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Waits for the hook's result and puts it into the bucket.
@@ -140,6 +140,7 @@ class CommHook:
 
         if self._last is not None and self._hook not in SINGLE and group.backend_name == "gloo":
             group.wait(self._last, lambda: f"run communication hook {self.name}")
+        group.settle()
         group.count()
         try:
             future = self._hook(self._state, GradBucket(flat, parameters, index, is_last=is_last))
@@ -148,6 +149,45 @@ class CommHook:
             raise failed(error) from error
         self._last = None if is_last else work
         return work
+
+
+class ReducedPrecision(CommHook):
+    """Averages in another dtype, as `reduce_dtype` of DistributedDataParallel's mixed precision: sums, then divides.
+
+    Complex buckets are averaged as they are.
+
+    Args:
+        dtype: a floating point type.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.name = f"the average in {dtype}"
+        self._dtype = dtype
+
+    def run(
+        self, flat: Tensor, parameters: Sequence[Tensor], index: int, group: "Group", *, is_last: bool, names: str
+    ) -> Any:
+        """Starts the all-reduce of a bucket."""
+        return CastWork(flat, self._dtype if flat.is_floating_point() else flat.dtype, group)
+
+
+class CastWork:
+    """The average of a bucket that travels in another dtype; waits as the work of a collective does."""
+
+    def __init__(self, flat: Tensor, dtype: torch.dtype, group: "Group") -> None:
+        self._flat = flat
+        self._sum = flat.to(dtype)
+        self._size = group.size
+        self._work = group.all_reduce(self._sum)
+
+    def is_completed(self) -> bool:
+        """Whether the sum is there."""
+        return bool(self._work.is_completed())
+
+    def wait(self, *timeout: timedelta) -> None:
+        """Waits for the sum, and puts the average into the bucket."""
+        self._work.wait(*timeout)
+        self._flat.copy_(self._sum.div_(self._size))
 
 
 def _annotations(hook: Callable[..., Any]) -> tuple[Any, Any]:

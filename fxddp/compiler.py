@@ -92,6 +92,7 @@ class Compilation:
             cap=settings.cap,
             first_cap=settings.first_cap,
             caps=settings.caps,
+            wire=settings.wire,
             group_name=name,
             inputs=inputs,
             keep=settings.keep_graphs,
@@ -122,6 +123,7 @@ class Compilation:
             settings.cap,
             settings.first_cap,
             settings.caps,
+            settings.wire,
             settings.split,
             tuple(sorted(self._parameters)),
         )

@@ -5,16 +5,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from . import _compat
+from .adaptive import Adaptive
+from .compression import Cast, Codec
+from .int8 import Int8
+from .passes.plan import Bucket
+from .powersgd import PowerSGD
 from .transport import ALGORITHMS
 
 MIB = 1 << 20
 INNER_COMPILERS = ("inductor", "aot_eager")
-COMM_HOOKS = ("fp16", "bf16")
+COMM_HOOKS = tuple(Cast.DTYPES)
+CODECS = (PowerSGD, Int8, Adaptive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,8 @@ class Settings:
     find_unused_parameters: bool
     static_graph: bool
     keep_graphs: bool
-    comm_hook: str | Callable[..., Any] | None = None
+    comm_hook: Callable[..., Any] | None = None
+    codec: Codec | None = None
     optimizer: Optimizer | None = None
     algorithm: str = "all_reduce"
     lanes: tuple[dist.ProcessGroup, ...] = ()
@@ -44,6 +52,17 @@ class Settings:
     def inductor(self) -> bool:
         """Whether inductor compiles."""
         return self.inner == "inductor"
+
+    @property
+    def wire(self) -> torch.dtype | None:
+        """The dtype to which compiled code casts wider buckets, or None."""
+        return None if self.codec is None else self.codec.wire
+
+    def wire_bytes(self, bucket: Bucket, world_size: int) -> int:
+        """Bytes that travel for a bucket, of which each rank sends 2(N-1)/N by a ring."""
+        if self.codec is None:
+            return bucket.nbytes
+        return self.codec.nbytes([grad.shape for grad in bucket.grads], bucket.dtype, world_size)
 
 
 def make_settings(
@@ -62,7 +81,7 @@ def make_settings(
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     keep_graphs: bool = False,
-    comm_hook: str | Callable[..., Any] | None = None,
+    comm_hook: str | Codec | Callable[..., Any] | None = None,
     optimizer: Optimizer | None = None,
     bucket_mb_list: Sequence[float] = (),
 ) -> Settings:
@@ -98,10 +117,10 @@ def make_settings(
         raise ValueError(
             f"comm_hook starts its own collectives: leave it out, or algorithm={algorithm!r} and process_group lists"
         )
-    if comm_hook is not None and not callable(comm_hook) and comm_hook not in COMM_HOOKS:
-        raise ValueError(f"comm_hook must be one of {COMM_HOOKS}, a hook (state, bucket), or None, got {comm_hook!r}")
+    codec = _codec(comm_hook)
     return Settings(
-        comm_hook=comm_hook,
+        comm_hook=None if codec is not None else comm_hook,  # type: ignore[arg-type]  # then it is callable
+        codec=codec,
         optimizer=optimizer,
         cap=_bytes("bucket_mb", bucket_mb),
         first_cap=_bytes("first_bucket_mb", first_bucket_mb),
@@ -157,6 +176,23 @@ def _algorithm(name: str | None, mesh: DeviceMesh | None, lanes: Sequence[object
     return name
 
 
+def _codec(comm_hook: Any) -> Codec | None:
+    """The codec that is meant; None for a hook."""
+    if isinstance(comm_hook, Codec):
+        return comm_hook
+    if isinstance(comm_hook, str) and comm_hook in COMM_HOOKS:
+        return Cast(comm_hook)
+    names = ", ".join(f"fxddp.{codec.__name__}" for codec in CODECS)
+    if isinstance(comm_hook, type) and issubclass(comm_hook, Codec):
+        raise ValueError(f"comm_hook is the class {comm_hook.__name__}: give an object, {comm_hook.__name__}(…)")
+    if comm_hook is not None and not callable(comm_hook):
+        raise ValueError(
+            f"comm_hook must be one of {COMM_HOOKS}, an object of {names}, a hook (state, bucket), or None, got "
+            f"{comm_hook!r}"
+        )
+    return None
+
+
 def _bytes(name: str, mib: float) -> int:
     if isinstance(mib, bool) or not isinstance(mib, (int, float)) or not math.isfinite(mib) or mib <= 0:
         raise ValueError(f"{name} must be a positive, finite number of MiB, got {mib!r}")
@@ -194,7 +230,11 @@ def _inductor_options(inner: object, options: Mapping[str, Any] | None, mode: st
 
 OWN_OPTIONS = (
     "bucket_mb",
-    *(f.name for f in fields(Settings) if f.name not in ("cap", "first_cap", "caps", "options", "compile_pieces")),
+    *(
+        f.name
+        for f in fields(Settings)
+        if f.name not in ("cap", "first_cap", "caps", "codec", "options", "compile_pieces")
+    ),
     "first_bucket_mb",
 )
 """Arguments of `fxddp.backend` that may stand among `torch.compile`'s `options` when the backend is used by name."""

@@ -10,6 +10,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from . import _compat
 from . import ddp_arguments as checked
 from . import mixed_precision as precision
 from ._compat import data_parallel as stock
+from .compression import Codec
 from .config import make_settings
 from .ddp_logging import ForwardClock
 from .ddp_members import Members
@@ -56,8 +58,8 @@ class DistributedDataParallel(Members):
       code; both values give that.
     - `delay_all_reduce_named_params`, `param_to_hook_all_reduce`: these parameters are averaged like all others, in the
       order the backward gives. Nothing has to be delayed for it.
-    - `mixed_precision`: computes in `param_dtype`; gradients are averaged in the parameters' own dtype, which is more
-      exact and more bytes than a lower `reduce_dtype`, with a warning.
+    - `mixed_precision`: parameters and inputs are cast to `param_dtype` in the forward, and gradients travel in
+      `reduce_dtype`, by default `param_dtype`. They accumulate in the parameters' own dtype, and it works on CPUs too.
     - `dim`: kept for `scatter` and `gather`.
 
     Args:
@@ -130,7 +132,7 @@ class DistributedDataParallel(Members):
         mode: str | None = None,
         split: bool = True,
         keep_graphs: bool = False,
-        comm_hook: str | Callable[..., Any] | None = None,
+        comm_hook: str | Codec | Callable[..., Any] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         algorithm: str | None = None,
         dynamic: bool | None = None,
@@ -204,13 +206,16 @@ class DistributedDataParallel(Members):
         self._connect()
         self._first_contact(send=init_sync, send_buffers=init_sync and init_sync_buffers)
         if mixed_precision is not None:
-            precision.prepare(mixed_precision, module, ignored)
+            precision.cast_buffers(mixed_precision, module, ignored)
 
     def _connect(self) -> None:
         """Makes what belongs to this instance: the backend and the compiled call."""
         self.backend = ModuleBackend(self._settings, self.module, frozenset(self.parameters_to_ignore))
         self._clock = ForwardClock()
         self._has_buffers = bool(self.backend.shared_buffers())  # looked up once: it takes a walk over all modules
+        reduction = precision.reduction(self.mixed_precision, self.backend.shared_parameters().values())
+        if reduction is not None:
+            self.backend.use_comm_hook(reduction)
         self._run = precision.runner(self.mixed_precision, frozenset(self.parameters_to_ignore))
         if self._compile is not None:
             run = _compat.with_own_code(self._run, f"forward_{next(_instances)}_of_{type(self.module).__name__}")
@@ -336,7 +341,7 @@ class DistributedDataParallel(Members):
         memo[id(self)] = new
         state = {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED}
         new.__dict__.update(copy.deepcopy({k: v for k, v in state.items() if k != "_settings"}, memo))
-        new.__dict__["_settings"] = self._settings
+        new.__dict__["_settings"] = replace(self._settings, codec=copy.deepcopy(self._settings.codec, memo))
         for key in ("process_group", "device_mesh"):
             if key in self.__dict__:
                 new.__dict__[key] = self.__dict__[key]

@@ -77,7 +77,7 @@ def _construction(model: "Members") -> dict[str, Any]:
         "find_unused_parameters": int(model.find_unused_parameters),
         "gradient_as_bucket_view": int(model.gradient_as_bucket_view),
         **({"static_graph": 1} if model.static_graph else {}),
-        **({"comm_hook": hook.name} if (hook := model.backend.comm_hook) is not None else {}),
+        **({"comm_hook": name} if (name := model.backend.hook_name) is not None else {}),
         "dtypes": ", ".join(sorted(names)),
         "num_parameter_tensors": len(trained),
         "total_parameter_size_bytes": sum(p.nbytes for p in trained),
@@ -147,8 +147,8 @@ def _times(model: "Members", clock: ForwardClock) -> dict[str, Any]:
 
 def _communication(record: BackwardRecord) -> tuple[float, float]:
     """When the first bucket was launched and when waiting began: the end of a backward that launched none."""
-    launches = [moment for kind, _, moment in record.events if kind == "launch"]
-    waits = [moment for kind, _, moment in record.events if kind == "wait"]
+    launches = [moment for kind, _, moment in record.events if kind.startswith("launch")]
+    waits = [moment for kind, _, moment in record.events if kind.startswith("wait")]
     waited = waits[0] if waits else record.end
     return (launches[0] if launches else waited), waited
 

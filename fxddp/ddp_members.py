@@ -147,7 +147,7 @@ class Members(nn.parallel.DistributedDataParallel):
         self.backend.register_optimizer(optimizer_over(optim, parameters, *args, **kwargs))
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        raise NotImplementedError("_set_sparse_metadata: fxddp averages sparse gradients as dense ones")
+        raise NotImplementedError("_set_sparse_metadata: sparse gradients need none, and travel dense but on gloo")
 
     def _remove_autograd_hooks(self) -> None:
         raise NotImplementedError(

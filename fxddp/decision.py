@@ -4,7 +4,8 @@ Parameters are named by serial numbers that all ranks share (`replica.py`). Ever
 the same events, so no collective can be mismatched:
 
 all at a graph, same parameters, another order or grouping    rank 0's buckets travel, the others copy into them
-all at a graph, other parameters        find_unused_parameters: the union travels, zeros stand in; else defer
+all at a graph, other parameters        find_unused_parameters: the union travels, zeros stand in (or, with tensor
+                                        hooks on those, defer); else defer
 some at a graph, others at the end      find_unused_parameters: the latter stand in with zeros; else defer
 all at the end                          equal sets, or with find_unused_parameters their union; else an error
 with collectives of the model inside    as if find_unused_parameters were not set: theirs and ours must not interleave
@@ -175,7 +176,11 @@ def decide(events: Sequence[Event], *, find_unused: bool, name: Callable[[int], 
             return _union(active, joined, extra)
         if kinds == {GRAPH} and same and len(hooked) == 1 and len({event.unused for event in active.values()}) == 1:
             return Decision(first.buckets, frozenset(first.unused), again=joined, **extra)
-        if kinds <= {GRAPH, END} and GRAPH in kinds and not (kinds == {GRAPH} and same):
+        if (
+            kinds <= {GRAPH, END}
+            and GRAPH in kinds
+            and (kinds != {GRAPH} or not same or (find_unused and _hooks_agree(active)))
+        ):
             waiting = next((m for event in active.values() for m in event.waiting), None)
             if waiting is not None:
                 raise Different(
@@ -185,6 +190,12 @@ def decide(events: Sequence[Event], *, find_unused: bool, name: Callable[[int], 
             late = frozenset(rank for rank, event in active.items() if event.kind == END)
             return Decision(defer=True, again=late | joined, **extra)
     raise Different(_difference(active, name))
+
+
+def _hooks_agree(active: dict[int, Event]) -> bool:
+    """Whether a parameter whose tensor hooks see a gradient on one rank has such on all that have a gradient of it."""
+    hooked = {member for event in active.values() for member in event.hooked}
+    return all((hooked & set(event.members)) - set(event.unused) <= set(event.hooked) for event in active.values())
 
 
 def _union(active: dict[int, Event], joined: frozenset[int], extra: dict[str, Any]) -> Decision:
@@ -236,7 +247,7 @@ def _difference(active: dict[int, Event], name: Callable[[int], str]) -> str:
             f"tensor hooks sit on {some(first.hooked, name) or 'nothing'} on rank {rank} and on "
             f"{some(event.hooked, name) or 'nothing'} on rank {other}"
         )
-    if event.kind == HOOKS:
+    if event.kind == HOOKS and event.details != first.details:
         return hooks_differ(f"rank {other}", event.details, f"rank {rank}", first.details)
     if event.kind == BUFFERS:
         return (

@@ -120,10 +120,12 @@ def run_pieces(
     artifact: "SplitBackward",
     inputs: list[Any],
     scale: float,
-    on_bucket: Callable[[Bucket, Tensor], None],
+    on_bucket: Callable[[Bucket, Tensor, Tensor | None], None],
     on_piece: Callable[[], int] | None = None,
 ) -> list[Any]:
     """Runs the pieces in order and hands each packed bucket to `on_bucket` as soon as it is there.
+
+    With it comes the same bucket in the dtype in which it is to travel, or None.
 
     Returns:
         The backward's outputs, None in place of planned gradients.
@@ -144,10 +146,12 @@ def run_pieces(
             values[slot] = result
         del results
         if step.bucket is not None:
-            flat = values[step.flat]
+            flat, wire = values[step.flat], None if step.wire < 0 else values[step.wire]
             values[step.flat] = None
-            on_bucket(buckets[step.bucket], flat)
-            del flat
+            if step.wire >= 0:
+                values[step.wire] = None
+            on_bucket(buckets[step.bucket], flat, wire)
+            del flat, wire
     return [values[ref] if isinstance(ref, int) else None for ref in program.outputs]
 
 
@@ -164,7 +168,7 @@ class _Flats:
         self._flats: list[Tensor | None] = [None] * len(program.plan.buckets)
         self._buckets = program.plan.buckets
 
-    def keep(self, bucket: Bucket, flat: Tensor) -> None:
+    def keep(self, bucket: Bucket, flat: Tensor, _: Tensor | None) -> None:
         self._flats[bucket.index] = flat
 
     def view(self, where: tuple[int, int]) -> Tensor:

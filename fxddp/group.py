@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ class Group:
         owners: the backends by number.
         joint: what was decided where ranks were at different steps, by the records of all; the same on all ranks.
         notices: the backend of `Join`'s first model, and how many of its next forwards' notices were answered.
+        unsettled: a bucket under way with collectives left to start; see Note [rounds] in `compression.py`.
         taken_together: steps that all ranks took together, so that it is safe to expect the same of them again.
         unconfirmed: what was announced and acted upon, before the other ranks' records were there.
         shadowed: (backend, kind, details) of what a rank without inputs has answered for models whose turn is to come.
@@ -50,6 +52,7 @@ class Group:
         self.joint: dict[tuple[Record, ...], Decision] = {}
         self._joint_size = 0
         self.notices = (0, 0)
+        self.unsettled: Any = None
         self.shadowed: list[tuple[int, str, Any]] = []
         self.unconfirmed: Proposal | None = None
         self.taken_together: set[Record] = set()
@@ -102,6 +105,11 @@ class Group:
         if self.size > 1:
             self.channel.launched += collectives
 
+    def settle(self) -> None:
+        """Starts what is left to start of a bucket under way: before anything else starts."""
+        if self.unsettled is not None:
+            self.wait(SimpleNamespace(wait=self.unsettled.settle), lambda: "send the second part of a bucket")
+
     def all_reduce(self, tensor: Tensor, over: dist.ProcessGroup | None = None, *, counts: bool = True) -> Any:
         """Starts summing `tensor` over the ranks, in place; returns the work to wait for.
 
@@ -118,6 +126,7 @@ class Group:
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Overwrites `tensor` with that of one of the group's ranks."""
+        self.settle()
         self.count()
         dist.broadcast(tensor, group=self.process_group, group_src=root)
 

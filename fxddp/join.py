@@ -4,8 +4,14 @@ Note [join]: every step that communicates is announced (`channel.py`), so a rank
 from the records what the others reduce, and takes part with zeros. Under `join` a forward is announced too: it says
 whether a synchronised backward follows. The numbers in events tell one wrapped model from another on the same group,
 whose steps may come in any order.
+
+A last forward with grad enabled that gets no backward leaves ranks without inputs waiting until the group's timeout:
+`Join` tells nobody of its end before it asks all ranks who is left. (Stock DDP's shadows then pair an all-reduce of
+gradients with that question.) Evaluate under `no_grad`.
 """
 
+from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +19,9 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from .channel import RanksDisagree
+from .compression import Parcel
 from .decision import BUFFERS, END, FORWARD, HOOKS, JOINED, Decision, Event, hooks_differ
-from .packing import empty_bucket, packs
+from .packing import empty_bucket, packs, sparse_gradient
 from .values import send
 
 if TYPE_CHECKING:
@@ -101,6 +108,7 @@ def _answer_notice(owner: int, group: "Group") -> None:
     if answered:
         group.notices = (first, answered - 1)
     else:
+        group.settle()
         group.wait(group.all_reduce(torch.zeros(1), counts=False), lambda: "answer a forward of a rank with inputs")
 
 
@@ -122,14 +130,26 @@ def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> No
         for members in tensors:
             send(members, group, backend.root(decision, group))
         return
-    _reduce_zeros(backend, group, tensors, at_end=step.kind == END)
+    idle = {id(backend.replica.tensor(number)) for number in {*decision.unused, *step.hooked}}
+    _reduce_zeros(backend, group, tensors, idle, at_end=step.kind == END)
     if step.kind == END:
         backend.shadowed_launches = 0
+        if backend.shadow_session is not None:
+            backend.shadow_session.commit()
+            backend.shadow_session = None
 
 
-def _reduce_zeros(backend: "Backend", group: "Group", tensors: list[list[Tensor]], *, at_end: bool) -> None:
-    works = []
-    hook = backend.comm_hook
+def _reduce_zeros(
+    backend: "Backend", group: "Group", tensors: list[list[Tensor]], idle: AbstractSet[int], *, at_end: bool
+) -> None:
+    works: list[tuple[Any, Tensor]] = []
+    hook, codec = backend.comm_hook, backend.codec
+    if codec is not None and backend.shadow_session is None:
+        backend.shadow_session = backend.session()
+    sparse = [p for bucket in tensors for p in bucket if at_end and backend.expects_sparse(p, group)]
+    if sparse:
+        known = set(map(id, sparse))
+        tensors = [[p for p in bucket if id(p) not in known] for bucket in tensors]
     for bucket in tensors:
         cap = backend.settings.cap if at_end else sum(t.nbytes for t in bucket)
         for members in packs(bucket, cap):
@@ -138,10 +158,20 @@ def _reduce_zeros(backend: "Backend", group: "Group", tensors: list[list[Tensor]
                 continue
             index, is_last = backend.shadowed_launches, bucket is tensors[-1]
             backend.shadowed_launches += 1
-            if hook is None:
-                works.append((backend.transport(group).start(flat.zero_(), index), flat))
+            transport = backend.transport(group)
+            if codec is not None and backend.shadow_session is not None:
+                reduce = partial(transport.start, index=index, counts=False)
+                parcel = Parcel(flat.zero_(), members, group, backend.shadow_session, reduce, idle=idle)
+                works.append((codec.start(parcel, lambda: "zeros"), flat))
+            elif hook is None:
+                group.settle()
+                works.append((transport.start(flat.zero_(), index), flat))
             else:
                 works.append((hook.run(flat.zero_(), members, index, group, is_last=is_last, names="zeros"), flat))
+    for parameter in sparse:
+        zeros = sparse_gradient(parameter)
+        group.settle()
+        works.append((group.all_reduce(zeros), zeros))
     for work, _ in works:
         group.wait(work, lambda: "take part with zeros")
 
@@ -150,3 +180,4 @@ def _compare_hook(backend: "Backend", group: "Group", step: Event) -> None:
     if list(backend.hook_names) != list(step.details):
         mine = f"rank {group.rank}, which has no inputs left"
         raise RanksDisagree(hooks_differ(mine, backend.hook_names, "others", step.details))
+    backend.were_confirmed(group)

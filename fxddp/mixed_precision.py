@@ -1,7 +1,6 @@
 """How a wrapped module is called: as it is, or with its parameters in DistributedDataParallel's reduced precision."""
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ._compat.data_parallel import MixedPrecision
+from .comm_hook import ReducedPrecision
 
 
 def plain_run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -20,8 +20,8 @@ def plain_run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 def runner(config: MixedPrecision | None, ignored: AbstractSet[str]) -> Callable[..., Any]:
     """What `forward` calls with the module and its arguments.
 
-    In reduced precision the parameters are cast inside of the differentiated code, so that gradients arrive in full
-    precision, and are averaged so.
+    In reduced precision the parameters are cast inside of the differentiated code, so that gradients arrive, and
+    accumulate, in the parameters' own.
     """
     if config is None or config.param_dtype is None:
         return plain_run
@@ -39,15 +39,22 @@ def runner(config: MixedPrecision | None, ignored: AbstractSet[str]) -> Callable
 
 
 @torch.no_grad()
-def prepare(config: MixedPrecision, module: nn.Module, ignored: AbstractSet[str]) -> None:
-    """Casts floating point buffers, and warns if gradients will travel in more bytes than `reduce_dtype` asks for."""
+def cast_buffers(config: MixedPrecision, module: nn.Module, ignored: AbstractSet[str]) -> None:
+    """Casts floating point buffers to `buffer_dtype`."""
     for name, buffer in module.named_buffers():
         if config.buffer_dtype is not None and name not in ignored and buffer.is_floating_point():
             buffer.data = buffer.to(config.buffer_dtype)
-    own = {p.dtype for name, p in module.named_parameters() if name not in ignored and p.requires_grad}
-    if config.reduce_dtype is not None and own != {config.reduce_dtype}:
-        warnings.warn(
-            f"reduce_dtype={config.reduce_dtype} is not supported yet: gradients are averaged in the parameters' own "
-            f"dtype, {', '.join(sorted(map(str, own)))}",
-            stacklevel=3,
-        )
+
+
+def reduction(config: MixedPrecision | None, parameters: Iterable[nn.Parameter]) -> ReducedPrecision | None:
+    """How gradients are averaged: in `reduce_dtype`, which is `param_dtype` by default; None for the usual way.
+
+    Raises:
+        ValueError: `reduce_dtype` is no floating point type.
+    """
+    dtype = None if config is None else config.reduce_dtype or config.param_dtype
+    if dtype is None:
+        return None
+    if not dtype.is_floating_point:
+        raise ValueError(f"mixed_precision: gradients cannot be averaged in {dtype}, which has no fractions")
+    return None if {p.dtype for p in parameters if p.requires_grad} <= {dtype} else ReducedPrecision(dtype)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import _compat
 from .backend import Backend
+from .call import refuse_distributed_autograd
 from .compiled import backends_in
 from .config import Settings
 from .decision import BUFFERS, Event
@@ -40,6 +41,7 @@ class ModuleBackend(Backend):
         self._buffer_events: dict[Any, Event] = {}
         self.watch = _Watch(self)
         self.modules = Modules(self.watch)
+        self._sparse: set[int] = set()
         self._registered = -1
         self.keep_up()  # what is wrapped is going to be trained
 
@@ -49,6 +51,8 @@ class ModuleBackend(Backend):
             self._registered = parameters_registered()
             with torch.enable_grad():
                 self.adopt(self._living())
+            embeddings = (part for part in self._living().modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+            self._sparse = {id(part.weight) for part in embeddings if part.sparse}
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
         """The module's parameters by name, without those to leave alone."""
@@ -74,6 +78,10 @@ class ModuleBackend(Backend):
     def known_tensors(self, owners_of: Any = None) -> list[tuple[str, Tensor]]:
         """As `Backend.known_tensors`, without those to leave alone."""
         return [(name, tensor) for name, tensor in super().known_tensors(owners_of) if not self.is_ignored(tensor)]
+
+    def expects_sparse(self, parameter: Tensor, group: Group) -> bool:
+        """As `Backend.expects_sparse`: those of embeddings that say so, on gloo, which alone sums them over ranks."""
+        return id(parameter) in self._sparse and self.hook_name is None and group.backend_name == "gloo"
 
     @property
     def is_local(self) -> bool:
@@ -148,6 +156,7 @@ class _Mark:
         self._sync = sync
 
     def __call__(self, _: Any) -> None:
+        refuse_distributed_autograd()
         backend = self._backend()
         if backend is not None:
             backend.note(sync=self._sync)

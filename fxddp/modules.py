@@ -148,7 +148,7 @@ def modules_in(values: Iterable[Any]) -> Iterator[nn.Module]:
         for cell in getattr(value, "__closure__", None) or ():
             inside += [cell.cell_contents] if _compat.filled(cell) else []
         for item in inside:
-            if isinstance(item, nn.Module):
+            if issubclass(type(item), nn.Module):  # what `isinstance` asks for too, `__class__`, may be a user's code
                 yield getattr(item, "_orig_mod", item)
 
 

@@ -43,6 +43,16 @@ def packs(tensors: Iterable[Tensor], cap: int) -> list[list[Tensor]]:
     return found
 
 
+def sparse_gradient(parameter: Tensor, parts: Iterable[Tensor] = ()) -> Tensor:
+    """The sum of these gradients of an embedding, sparse by rows; some may be dense."""
+    rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    total = torch.sparse_coo_tensor(rows, values, parameter.shape)
+    for part in parts:
+        total = total + (part if part.is_sparse else part.to_sparse(1))
+    return total.coalesce()
+
+
 class Assembly:
     """Collects gradients for buckets laid out otherwise than the plan's, and gives out those that are full.
 

@@ -43,6 +43,8 @@ class NodeRun:
         self.by_bucket = call.parameters_by_bucket(artifact.program.plan)
         self.handed: dict[Where, Tensor] = {}
         backward.enter(call)
+        for index, i in exceptions.dropped:
+            backward.spare_hooks(self.by_bucket[index][i])
 
     def hand_back(self, values: list[Any]) -> list[Any]:
         """Puts what autograd must see into the backward's outputs."""
@@ -63,7 +65,7 @@ class LocalRun(NodeRun):
         self.backward.backend.watch.keep_pending(p for members in self.by_bucket for p in members)
         return self.hand_back(values)
 
-    def _on_bucket(self, bucket: Bucket, flat: Tensor) -> None:
+    def _on_bucket(self, bucket: Bucket, flat: Tensor, _: Tensor | None) -> None:
         back = self.exceptions.local | self.exceptions.reduced
         members = self.by_bucket[bucket.index]
         for i, (parameter, view) in enumerate(zip(members, bucket_views(bucket, flat), strict=True)):
@@ -115,6 +117,8 @@ class Reduction(NodeRun):
         exceptions, number = self.exceptions, self.backward.backend.replica.number
         if decision.defer:
             self.backward.deferring = True
+            for index, i in exceptions.dropped:
+                self.backward.left_out(self.by_bucket[index][i])
             return
         assert self._proposal is not None
         if exceptions.dropped:
@@ -132,7 +136,7 @@ class Reduction(NodeRun):
             here = {id(p) for bucket in self.by_bucket for p in bucket}
             self._assembly = Assembly(members, here, unused)
 
-    def _on_bucket(self, bucket: Bucket, flat: Tensor) -> None:
+    def _on_bucket(self, bucket: Bucket, flat: Tensor, wire: Tensor | None) -> None:
         decision = self._decide()
         members = self.by_bucket[bucket.index]
         exceptions = self.exceptions
@@ -148,19 +152,20 @@ class Reduction(NodeRun):
                     self.backward.hold(parameter, view)
         if decision.defer:
             return
-        self._fold(bucket, flat, members)
+        if self._fold(bucket, flat, members) or exceptions.zeros:
+            wire = None  # not the same any more
         is_last = bucket is self._plan.buckets[-1]
         if self._assembly is not None:
             self._launch_ready(self._assembly, wheres, members, bucket_views(bucket, flat))
         elif exceptions.none:
-            self.backward.launch_later(bucket, flat, members, is_last=is_last)
+            self.backward.launch_later(bucket, flat, members, wire, is_last=is_last)
         else:
-            self._launch(flat, wheres, members, bucket_views(bucket, flat), is_last=is_last)
+            self._launch(flat, wheres, members, bucket_views(bucket, flat), wire, is_last=is_last)
 
-    def _fold(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor]) -> None:
-        """Adds what the parameters accumulated so far to the packed bucket, and takes it from them."""
+    def _fold(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor]) -> bool:
+        """Adds what the parameters accumulated so far to the packed bucket, and takes it from them; whether any had."""
         if not self.backward.have_accumulated(members):
-            return
+            return False
         into, added = [], []
         skipped = self.exceptions.skipped
         for i, view in enumerate(bucket_views(bucket, flat)):
@@ -170,17 +175,31 @@ class Reduction(NodeRun):
                 added.append(old)
         if into:
             torch._foreach_add_(into, added, alpha=self.backward.scale)
+        return bool(into)
 
     def _launch(
-        self, flat: Tensor, wheres: Sequence[Where], members: Sequence[Tensor], views: list[Tensor], *, is_last: bool
+        self,
+        flat: Tensor,
+        wheres: Sequence[Where],
+        members: Sequence[Tensor],
+        views: list[Tensor],
+        wire: Tensor | None = None,
+        *,
+        is_last: bool,
     ) -> None:
         """Launches a bucket of which not every view goes the usual way."""
         skipped = self.exceptions.skipped | {UNUSED}
         kept = [i for i, where in enumerate(wheres) if where not in skipped]
-        launched = self.backward.launch(flat, members, kept, views, is_last=is_last)
+        launched = self.backward.launch(flat, members, kept, views, wire, idle=self._idle(), is_last=is_last)
         for i in kept:
             if wheres[i] in self.exceptions.reduced:
                 self._to_autograd.append((wheres[i], members[i], views[i], launched))
+
+    def _idle(self) -> frozenset[int]:
+        """Ids of the parameters that no rank takes a gradient of from the buckets; the same ones on all ranks."""
+        assert self._proposal is not None
+        tensor = self.backward.backend.replica.tensor
+        return frozenset(id(tensor(number)) for number in {*self._decide().unused, *self._proposal.event.hooked})
 
     def _launch_ready(
         self, assembly: "Assembly", wheres: Sequence[Where], members: Sequence[Tensor], views: Sequence[Tensor]
@@ -201,7 +220,7 @@ class Reduction(NodeRun):
             and not self._decide().defer
             and self._assembly is None
             and self.exceptions.none
-            and self.backward.backend.comm_hook is None
+            and self.backward.backend.travels_in_graphs
             and (artifact.group_name, artifact.group_size) == (group.name, group.size)
             and not any(map(self.backward.have_accumulated, self.by_bucket))
         )
@@ -220,5 +239,5 @@ class Reduction(NodeRun):
                 members.append(self.by_bucket[ref[0]][ref[1]])
                 views.append(_compat.no_view(values[position]))
                 values[position] = None
-        backward.launched_inside([bucket.nbytes for bucket in program.plan.buckets], views, members)
+        backward.launched_inside(program.plan.buckets, views, members)
         return values

@@ -15,7 +15,7 @@ class BucketRecord:
     """One all-reduce of one bucket; times in seconds of `time.perf_counter`.
 
     Attributes:
-        nbytes: bytes of the bucket.
+        nbytes: bytes of the bucket, as gradients.
         launched: when it was launched.
         arrived: when it was first seen to be complete, which is looked for at each piece, launch and wait; None if it
             was not seen, as where the processor runs ahead of a GPU.
@@ -38,13 +38,15 @@ class BackwardRecord:
         sync: whether gradients were reduced.
         launches: all-reduces launched for buckets.
         pieces: compiled pieces run.
-        bytes: bytes of those buckets.
+        bytes: bytes of those buckets, as gradients.
+        wire_bytes: bytes that travelled for all buckets, in graphs and outside, after compression: those of an
+            all-reduce, of which each rank sends 2(N-1)/N by a ring.
         uncovered: names of the parameters that were reduced outside of the graphs, after the backward.
         uncovered_bytes: bytes of their gradients.
         uncovered_launches: all-reduces launched for them.
-        events: ("piece" | "launch" | "wait", index, seconds of `time.perf_counter`), in order. Pieces and buckets are
-            numbered through the whole backward.
-        buckets: when each launched bucket travelled.
+        events: (what, index, seconds of `time.perf_counter`), in order: "piece", "launch" and "wait", and for buckets
+            outside of the graphs "launch outside" and "wait outside". Each kind is numbered through the whole backward.
+        buckets: when each bucket of a graph travelled.
         begin: when it began, in seconds of `time.perf_counter`.
         end: when every `.grad` was there.
     """
@@ -53,6 +55,7 @@ class BackwardRecord:
     launches: int = 0
     pieces: int = 0
     bytes: int = 0
+    wire_bytes: int = 0
     uncovered: tuple[str, ...] = ()
     uncovered_bytes: int = 0
     uncovered_launches: int = 0
@@ -87,12 +90,24 @@ class BackwardRecord:
         self.bytes += nbytes
         return index
 
-    def wait(self, index: int) -> None:
+    def travels(self, nbytes: int) -> None:
+        """Notes that a collective carries this many bytes for a bucket."""
+        self.wire_bytes += nbytes
+
+    def launch_outside(self) -> int:
+        """Notes that a bucket was launched that no graph packed; returns its number."""
+        index = self.uncovered_launches
+        self.events.append(("launch outside", index, perf_counter()))
+        self.uncovered_launches += 1
+        return index
+
+    def wait(self, index: int, *, outside: bool = False) -> None:
         """Notes that the wait for a bucket starts."""
         now = perf_counter()
-        self.events.append(("wait", index, now))
+        self.events.append(("wait outside" if outside else "wait", index, now))
         self.look(now)
-        self.buckets[index].waits = now
+        if not outside:
+            self.buckets[index].waits = now
 
     def waited(self, index: int) -> None:
         """Notes that the wait for a bucket is over."""
@@ -196,10 +211,11 @@ class BucketStats:
 
     Attributes:
         index: its number in the backward.
-        nbytes: bytes of the bucket.
+        nbytes: bytes of the bucket, as gradients.
         seconds: from launch to arrival; None if it was never seen to arrive.
         waited: seconds in which the backward waited for it.
-        bandwidth: bytes of the bucket per second of that; by a ring, 2(N-1)/N times as much crosses each link.
+        bandwidth: bytes of the bucket per second of that; by a ring, 2(N-1)/N times as much crosses each link, or less,
+            if they are compressed.
     """
 
     index: int

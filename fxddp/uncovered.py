@@ -130,7 +130,7 @@ class Watch:
         ]
         names = _relatives(modules, self._refs.keys() | set(map(id, running)))
         unknown = {id(p): p for p in running}
-        unknown |= {id(p): p for _, p in names.values() if not _watched(p) and type(p.data) is Tensor}
+        unknown |= {id(p): p for _, p in names.values() if not _watched(p) and _is_plain(p)}
         named = [(names[identity][0] if identity in names else "", p) for identity, p in unknown.items()]
         for name, parameter in _in_common_order(named):
             self.add(parameter, name)
@@ -203,9 +203,16 @@ def _differentiable(parameter: Tensor) -> bool:
     return parameter.is_floating_point() or parameter.is_complex()
 
 
+def _is_plain(parameter: Tensor) -> bool:
+    try:
+        return type(parameter.data) is Tensor
+    except RuntimeError:  # a ShardedTensor has no data of its own
+        return False
+
+
 def refuse_subclass(parameter: Tensor, name: str) -> None:
     """Raises for parameters that another library shards or wraps."""
-    if type(parameter.data) is not Tensor and not _compat.is_fake(parameter):
+    if not (_is_plain(parameter) or _compat.is_fake(parameter)):
         raise RuntimeError(
             f"parameter {name or tuple(parameter.shape)} is a {type(parameter).__name__}: fxddp reduces plain "
             f"parameters, and a "

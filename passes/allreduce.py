@@ -78,8 +78,8 @@ def insert_allreduce(gm: fx.GraphModule, *, plan: BucketPlan, group_name: str) -
     graph = gm.graph
     outputs = list(graph_outputs(graph))
     position = {node: i for i, node in enumerate(graph.nodes)}
-    call = _caller(graph, _fake_mode(graph))
-    scales = _add_scales(graph, scale_dtypes(plan), _fake_mode(graph))
+    call = caller(graph, fake_mode(graph))
+    scales = _add_scales(graph, scale_dtypes(plan), fake_mode(graph))
     for bucket in plan.buckets:
         last = max((outputs[grad.output] for grad in bucket.grads), key=position.__getitem__)
         if last.op == "placeholder":  # a gradient that is an input as it stands: pack after all placeholders
@@ -119,33 +119,34 @@ def _reduce_bucket(
     return views
 
 
-def _fake_mode(graph: fx.Graph) -> Any:
+def fake_mode(graph: fx.Graph) -> Any:
+    """The fake mode of the graph's values."""
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode([node.meta.get("val") for node in graph.nodes])
 
 
-def _caller(graph: fx.Graph, fake_mode: Any) -> Callable[..., fx.Node]:
+def caller(graph: fx.Graph, mode: Any) -> Callable[..., fx.Node]:
     """A function that adds a call to the graph and records what it returns in `meta["val"]`."""
 
     def call(target: Any, *args: Any) -> fx.Node:
         node = graph.call_function(target, args)
         values = fx.map_arg(args, lambda n: n.meta["val"])
-        with fake_mode:
+        with mode:
             node.meta["val"] = target(*values)
         return node
 
     return call
 
 
-def _add_scales(graph: fx.Graph, dtypes: tuple[torch.dtype, ...], fake_mode: Any) -> dict[torch.dtype, fx.Node]:
+def _add_scales(graph: fx.Graph, dtypes: tuple[torch.dtype, ...], mode: Any) -> dict[torch.dtype, fx.Node]:
     placeholders = graph.find_nodes(op="placeholder")
     before = placeholders[-1].next if placeholders else next(iter(graph.nodes))
     added = {}
     for dtype in dtypes:
         with graph.inserting_before(before):
             node = graph.placeholder(f"scale_{str(dtype).removeprefix('torch.')}")
-        with fake_mode:
+        with mode:
             node.meta["val"] = torch.empty((), dtype=dtype)
         node.meta[SCALE_META] = dtype
         added[dtype] = node

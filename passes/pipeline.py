@@ -11,6 +11,7 @@ from torch import fx
 
 from .allreduce import insert_allreduce
 from .bucketing import plan_buckets
+from .compress import compress
 from .gradients import find_gradients
 from .layout import lay_out
 from .outline import Outline, outline, with_pieces
@@ -56,6 +57,7 @@ def rewrite_backward(
     first_cap: int,
     group_name: str,
     caps: tuple[int, ...] = (),
+    wire: torch.dtype | None = None,
     inputs: Sequence[Any] | None = None,
     keep: bool = False,
 ) -> Rewritten:
@@ -69,6 +71,7 @@ def rewrite_backward(
         first_cap: size of the first bucket in bytes.
         group_name: the process group named in the collectives of the whole graph.
         caps: sizes of the buckets one by one, in bytes, in place of `cap` and `first_cap`.
+        wire: the dtype in which wider buckets travel, None for their own.
         inputs: the (fake) values that the graph will be called with, if they may differ from the traced ones.
         keep: keep the readable code after each pass.
     """
@@ -89,13 +92,14 @@ def rewrite_backward(
     record("plan", start)
     rewrites: list[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]] = [
         ("insert_allreduce", lambda g: insert_allreduce(g, plan=plan, group_name=group_name)),
+        *([("compress", lambda g: compress(g, wire=wire))] if wire is not None else []),
         ("schedule", schedule),
         ("bind_symbols", bind_symbols),
     ]
     for name, rewrite in rewrites:
         start = time.perf_counter()
         gm = rewrite(gm)
-        verify(gm, plan=plan, before=before)
+        verify(gm, plan=plan, before=before, wire=None if name == "insert_allreduce" else wire)
         record(name, start)
     start = time.perf_counter()
     program, pieces = split(gm, plan=plan)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from .allreduce import BUCKET_META, is_send, is_wait
+from .compress import packed_bucket
 
 
 def schedule(gm: fx.GraphModule) -> fx.GraphModule:
@@ -81,6 +82,8 @@ def _dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     writers: list[tuple[fx.Node, fx.Node]] = []
     for node in graph.nodes:
         needs[node] = list(node.all_input_nodes)
+        if is_send(node):
+            needs[node].append(packed_bucket(node)[0])  # handed out with it, if it was cast
         if node.op in ("placeholder", "get_attr", "output") or not _is_impure(node):
             continue
         if last_impure is not None:

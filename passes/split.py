@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from .allreduce import BUCKET_META, GRADIENT_META, SCALE_META, is_collective, is_send, is_wait
+from .compress import packed_bucket
 from .gradients import graph_outputs
 from .plan import BucketPlan
 
@@ -33,6 +34,7 @@ class Step:
         dead: slots nobody reads afterwards.
         bucket: index of the bucket to launch, or None.
         flat: slot of the packed bucket.
+        wire: slot of the same bucket in the dtype in which it travels, -1 if that is its own.
         collectives: how many collectives of the model itself the piece starts, such as those of SyncBatchNorm.
     """
 
@@ -41,6 +43,7 @@ class Step:
     dead: tuple[int, ...]
     bucket: int | None
     flat: int
+    wire: int = -1
     collectives: int = 0
 
 
@@ -91,15 +94,15 @@ def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.Gr
     steps, modules = [], []
     for k, (nodes, inputs) in enumerate(zip(pieces, wanted, strict=True)):
         send = next((node for node in nodes if is_send(node)), None)
-        flat = send.args[0] if send is not None else None
+        flat, wire = (None, None) if send is None else packed_bucket(send)
         body = [node for node in nodes if node is not send]
         outputs = [node for node in body if last_use.get(node, k) > k]
-        if isinstance(flat, fx.Node) and flat not in outputs:
-            outputs.append(flat)
+        outputs += [node for node in (flat, wire) if isinstance(node, fx.Node) and node not in outputs]
         for node in outputs:
             slot.setdefault(node, len(slot))
         unread = [node for node in placeholders if node not in last_use] if k == 0 else []
-        dead = [node for node in {*inputs, *outputs, *unread} if last_use.get(node, k) <= k and node is not flat]
+        packed = (flat, wire)
+        dead = [n for n in {*inputs, *outputs, *unread} if last_use.get(n, k) <= k and n not in packed]
         steps.append(
             Step(
                 inputs=tuple(slot[node] for node in inputs),
@@ -107,6 +110,7 @@ def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.Gr
                 dead=tuple(sorted(slot[node] for node in dead)),
                 bucket=None if send is None else send.meta[BUCKET_META],
                 flat=slot[flat] if isinstance(flat, fx.Node) else -1,
+                wire=slot[wire] if isinstance(wire, fx.Node) else -1,
                 collectives=sum(map(is_collective, body)),
             )
         )

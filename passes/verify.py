@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from .allreduce import BUCKET_META, GRADIENT_META, SCALE_META, is_send, is_wait
+from .compress import narrows, packed_bucket, reduced_by
 from .gradients import graph_outputs
 from .plan import Bucket, BucketPlan, GradSpec
 from .split import Program
@@ -24,8 +25,11 @@ def snapshot(gm: fx.GraphModule) -> tuple[Any, ...]:
     return graph_outputs(gm.graph)
 
 
-def verify(gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any]) -> None:
-    """Raises AssertionError unless `gm` reduces what `plan` says, once each, and returns the rest as `before`."""
+def verify(gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any], wire: torch.dtype | None = None) -> None:
+    """Raises AssertionError unless `gm` reduces what `plan` says, once each, and returns the rest as `before`.
+
+    With `wire`, wider buckets must travel in that dtype and come back in their own.
+    """
     graph = gm.graph
     outputs = graph_outputs(graph)
     place = {node: i for i, node in enumerate(graph.nodes)}
@@ -46,7 +50,8 @@ def verify(gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any]) -> No
             continue
         where = planned[output]
         assert isinstance(value, fx.Node) and value.meta.get(GRADIENT_META) == where, f"output {output} is not {where}"
-        wait = value.args[0]
+        done = value.args[0]
+        wait = reduced_by(done) if isinstance(done, fx.Node) else None
         assert isinstance(wait, fx.Node) and is_wait(wait), f"output {output} does not come from a wait"
         send = wait.args[0]
         assert isinstance(send, fx.Node) and send.meta[BUCKET_META] == where[0], f"output {output} is in {send}"
@@ -56,6 +61,7 @@ def verify(gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any]) -> No
         assert value.args[1:] == at, f"output {output} is read at {value.args[1:]}, packed at {at}"
         if send not in sent:
             sent[send] = _packed(send, bucket)
+            _check_wire(send, done, bucket, wire)
         packed = sent[send]
         assert len(packed) == len(bucket.grads) and packed[where[1]] is old, f"{send} sends {packed}, not {old}"
     views = Counter(value for value in outputs if isinstance(value, fx.Node) and GRADIENT_META in value.meta)
@@ -63,9 +69,17 @@ def verify(gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any]) -> No
     graph.lint()
 
 
+def _check_wire(send: fx.Node, done: Any, bucket: Bucket, wire: torch.dtype | None) -> None:
+    """A bucket travels in the wire's dtype if that is narrower, in its own otherwise, and comes back in its own."""
+    expected = wire if narrows(bucket.dtype, wire) else bucket.dtype
+    travels, back = (node.meta["val"].dtype for node in (send, done))
+    assert travels == expected, f"{send} sends {travels}, expected {expected}"
+    assert back == bucket.dtype, f"bucket {bucket.index} comes back as {back}, its gradients are {bucket.dtype}"
+
+
 def _packed(send: fx.Node, bucket: Bucket) -> list[Any]:
     """The values that an all-reduce sends, as they were before they were scaled; None for one that was not scaled."""
-    flat: Any = send.args[0]
+    flat, _ = packed_bucket(send)
     parts = flat.args[0] if flat.target is aten.cat.default else [flat]
     return [_unscaled(part, grad) for part, grad in zip(parts, bucket.grads, strict=False)]
 
@@ -87,7 +101,8 @@ def verify_program(program: Program, *, outputs: int) -> None:
     for k, step in enumerate(program.steps):
         assert filled.issuperset(step.inputs), f"piece {k} reads empty slots {set(step.inputs) - filled}"
         filled |= set(step.outputs)
-        assert step.bucket is None or step.flat in filled, f"bucket {step.bucket} is launched from an empty slot"
+        launched_from = {step.flat, step.wire} - {-1} if step.bucket is not None else set()
+        assert filled.issuperset(launched_from), f"bucket {step.bucket} is launched from an empty slot"
         filled -= set(step.dead)
     for output in program.outputs:
         assert not isinstance(output, int) or output in filled, f"output slot {output} is empty"

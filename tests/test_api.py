@@ -56,10 +56,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_public_names():
     assert set(fxddp.__all__) == {
+        "Adaptive",
         "Backend",
         "BackwardRecord",
         "DistributedDataParallel",
         "Explanation",
+        "Int8",
+        "PowerSGD",
         "RanksDisagree",
         "Stats",
         "backend",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.live.lab import (
     total,
 )
 from tests.live.pool import Pool
+from tests.test_find_unused import union_average
 
 SPLITS = pytest.mark.parametrize("split", [True, False])
 
@@ -322,6 +324,55 @@ def head_not_in_the_loss(rank: int, world: int, split: bool) -> None:
 @SPLITS
 def test_a_head_that_is_not_in_the_loss(pool: Pool, split: bool):
     pool.run(head_not_in_the_loss, split)
+
+
+def hooked_head(rank: int, world: int, local_step: bool, find_unused: bool) -> None:
+    """A tensor hook is not called for a head that is not in the loss, as in eager; those that wait for all are."""
+    module, plain = seeded(0, Heads), seeded(0, Heads)
+    model, backend = compiled(module, find_unused_parameters=find_unused)
+    seen: dict[int, list[Any]] = {}
+
+    def watch(m: Any) -> list[Any]:
+        def note(what: str, gradient: Tensor) -> Tensor:
+            seen[id(m)].append((what, gradient.shape))
+            return gradient * 2
+
+        handles = [head.weight.register_hook(partial(note, name)) for name, head in m.named_children()]
+        weights = [m.left.weight, m.right.weight]
+        in_all = torch.autograd.graph.register_multi_grad_hook(
+            weights, lambda gs: seen[id(m)].append([g is not None for g in gs])
+        )
+        in_any = torch.autograd.graph.register_multi_grad_hook(
+            [m.right.weight], lambda g: seen[id(m)].append(("any", g.shape)), mode="any"
+        )
+        return [*handles, in_all, in_any]
+
+    def loss(m: Any, i: int, used: tuple[int, ...]) -> Tensor:
+        outputs = m(data(i, 6, 8))
+        return sum((square(outputs[k]) for k in used), torch.zeros(()))
+
+    watch(plain)
+    handles = watch(module)
+    right_only = (1,) if find_unused and rank == 1 else (0,)
+    for i, used in enumerate([(0, 1), (0,), right_only, (1,), (0, 1)]):
+        module.zero_grad()
+        plain.zero_grad()
+        seen.update({id(module): [], id(plain): []})
+        with backend.no_sync() if local_step else contextlib.nullcontext():
+            loss(model, i, used).backward()
+        loss(plain, i, used).backward()
+        expect(sorted(map(str, seen[id(module)])) == sorted(map(str, seen[id(plain)])), f"outputs {used}: {seen}")
+        if not local_step:
+            expect_equal(gradients(module), union_average(gradients(plain), module), f"outputs {used}")
+    for handle in handles:
+        handle.remove()
+    expect(not any(p._backward_hooks for p in module.parameters()), "a hook stayed")
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("local_step", [False, True])
+def test_hooks_of_a_head_that_is_not_in_the_loss(pool: Pool, local_step: bool, find_unused: bool):
+    pool.run(hooked_head, local_step, find_unused)
 
 
 def gradients_are_usable(rank: int, world: int, split: bool) -> None:

@@ -116,3 +116,23 @@ def test_without_iproute2_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) ->
     fallback, reason = network.open_network(namespaces=True)
     assert fallback.kind == "loopback"
     assert reason is not None and "install iproute2" in reason
+
+
+def test_a_compressed_run(tmp_path: Path) -> None:
+    """What travels is compressed in fxddp's modes and in DDP's, and gradients are still compared with exact ones."""
+    options = ["--models", "smoke", "--rates", "none", "--no-namespaces", "--rounds", "1", "--modes", "local,ddp,fxddp"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.step_time", *options, "--comm-hook", "fp16", "--json", str(tmp_path / "r")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "compressed by fp16" in done.stdout
+    report = json.loads((tmp_path / "r").read_text())
+    assert report["comm_hook"] == "fp16"
+    built = {mode: row["built"]["difference"] for mode, row in report["results"][0]["modes"].items()}
+    assert built["local"] < 1e-4 < built["fxddp"] < 2e-3
+    assert 1e-4 < built["ddp"] < 2e-3

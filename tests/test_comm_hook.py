@@ -222,8 +222,11 @@ def failing(rank: int, world: int) -> list[str]:
         future.set_result(None)
         return future
 
+    def number(state: Any, bucket: dist.GradBucket) -> Any:
+        return 1
+
     messages = []
-    for hook in (at_once, later, nothing):
+    for hook in (at_once, later, nothing, number):
         module = seeded(0, Mlp)
         model, backend = compiled(module)
         backend.register_comm_hook(None, hook)
@@ -245,7 +248,8 @@ def failing(rank: int, world: int) -> list[str]:
 
 def test_errors_of_hooks(pool: Pool):
     for messages in pool.run(failing, discard=True):
-        for what in ("at_once", "later", "nothing"):
+        assert "must return a torch.futures.Future object, but got int" in messages[6]
+        for what in ("at_once", "later", "nothing", "number"):
             message, again = messages.pop(0), messages.pop(0)
             assert f"{what} failed for bucket 0 (last.bias" in message, message
             assert "can only be called once" in again

@@ -7,16 +7,21 @@ import copy
 import inspect
 import io
 import pickle
+import socket
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxddp
+from fxddp import ddp_arguments
 from tests.live.lab import (
     SMALL,
     Mlp,
@@ -32,6 +37,7 @@ from tests.live.lab import (
     local_gradients,
     loss_of,
     seeded,
+    small_backend,
     total,
 )
 from tests.live.pool import Pool
@@ -583,6 +589,8 @@ def test_compositions(pool: Pool):
 
 
 def strangers(rank: int, world: int) -> None:
+    from torch.distributed._shard.sharded_tensor import ones as shards_of_ones
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_module
@@ -591,6 +599,14 @@ def strangers(rank: int, world: int) -> None:
     expect("DTensor" in str(error_of(lambda: wrapped(distribute_module(Mlp(), mesh)))), "DTensor")
     error = str(error_of(lambda: wrapped(cast("nn.Module", fully_shard(Mlp(), mesh=mesh)))))
     expect("FSDP" in error or "DTensor" in error, error)
+    sharded = seeded(0, Mlp)
+    spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+    sharded.shards = nn.Parameter(shards_of_ones(spec, 4, 2), requires_grad=False)
+    expect("ShardedTensor" in str(error_of(lambda: wrapped(sharded))), "ShardedTensor")
+    Stock._set_params_and_buffers_to_ignore_for_model(sharded, ["shards"])
+    loss_of(wrapped(sharded), 0).backward()
+    del sharded.shards
+    expect_equal(gradients(sharded), average(local(sharded, 0)), "beside what is left alone")
     module = seeded(0, Mlp)
     model = wrapped(module, device_mesh=mesh)
     expect(model.device_mesh is mesh and model.process_group is mesh.get_group(), "the mesh's group")
@@ -604,6 +620,120 @@ def strangers(rank: int, world: int) -> None:
 
 def test_meshes_and_sharded_parameters(pool: Pool):
     pool.run(strangers, discard=True)
+
+
+def through_rpc(rank: int, world: int, port: int) -> list[str]:
+    from torch.distributed import autograd as distributed
+    from torch.distributed import rpc
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world, rpc_backend_options=options)
+    messages = []
+    for model in (wrapped(Mlp()), wrapped(Mlp(), compile=False), torch.compile(Mlp(), backend=small_backend())):
+        with distributed.context() as context:
+            loss = loss_of(model, 0)
+            backward = partial(distributed.backward, context, [loss])  # type: ignore[attr-defined]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                error_of(backward)
+            messages.append("; ".join(str(warning.message) for warning in caught))
+    rpc.shutdown()
+    return messages
+
+
+def test_distributed_autograd_is_refused(pool: Pool):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for messages in pool.run(through_rpc, port, discard=True):
+        assert all("does not work with torch.distributed.autograd" in message for message in messages), messages
+
+
+# ---- sparse gradients ------------------------------------------------------------------------------------------------
+
+
+class Bags(nn.Module):
+    """Embeddings with sparse gradients, of which one may be left out, and one that is used densely as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.tags = nn.Embedding(30, 4, sparse=True), nn.EmbeddingBag(20, 4, sparse=True)
+        self.tied, self.last = nn.Embedding(6, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, *, tagged: bool) -> Tensor:
+        y = self.words(x).sum(1) + (self.tags(x % 20) if tagged else 0)
+        return self.last(y + self.tied(x % 6).mean(1)) @ self.last.weight @ self.tied.weight.T
+
+
+def bag_loss(model: Any, i: int, *, tagged: bool) -> Tensor:
+    x = torch.randint(30, (4, 3), generator=torch.Generator().manual_seed(10 * i + dist.get_rank()))
+    return model(x, tagged=tagged).square().mean()
+
+
+def sparse(rank: int, world: int, compiles: bool, unused: bool) -> None:
+    """Averages stay sparse, also where a rank has no gradient or a dense one, which stock DDP refuses."""
+    module = seeded(0, Bags)
+    model = wrapped(module, compile=compiles, find_unused_parameters=unused)
+    tagged = not unused or rank == 1
+    step = partial(bag_loss, tagged=tagged)
+
+    def dense(gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        return {name: None if g is None else g.to_dense() for name, g in gradients.items()}
+
+    def check(what: str, *numbers: int) -> None:
+        mine = dense(local_gradients(module, *(partial(step, i=i) for i in numbers)))
+        zeros = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+        mine = {name: zeros[name] if g is None else g for name, g in mine.items()}
+        expect_equal(dense(gradients(module)), average(mine), what, tol=1e-6)
+        for name in ("words.weight", "tags.weight"):
+            expect(dict(module.named_parameters())[name].grad.is_sparse, f"{what}: {name}")
+
+    optimizer = torch.optim.SparseAdam([module.words.weight, module.tags.weight])
+    for i in range(2):
+        model.zero_grad()
+        step(model, i).backward()
+        check(f"step {i}", i)
+        optimizer.step()
+    step(model, 3).backward()
+    model.zero_grad()
+    with model.no_sync():
+        step(model, 4).backward()
+    step(model, 5).backward()
+    check("accumulated", 4, 5)
+    with model.join():
+        for i in range(3 - rank):
+            model.zero_grad()
+            step(model, i).backward()
+            if i == 2:  # the other rank takes part with zeros
+                alone = {n: g for n, g in dense(local_gradients(module, partial(step, i=2))).items() if g is not None}
+                found = dense(gradients(module))
+                expect_equal({n: found[n] for n in alone}, {n: g / world for n, g in alone.items()}, "joined", tol=1e-6)
+
+
+def sparse_like_stock(rank: int, world: int) -> None:
+    modules = [seeded(0, lambda: nn.EmbeddingBag(30, 4, sparse=True)) for _ in range(2)]
+    for i in range(3):
+        for module, model in zip(modules, (wrapped(modules[0]), Stock(modules[1])), strict=True):
+            module.zero_grad()
+            model(
+                torch.randint(30, (4, 3), generator=torch.Generator().manual_seed(10 * i + rank))
+            ).square().mean().backward()
+        ours, theirs = (module.weight.grad.coalesce() for module in modules)
+        expect_equal(
+            {"rows": ours.indices(), "values": ours.values()},
+            {"rows": theirs.indices(), "values": theirs.values()},
+            f"step {i}",
+        )
+
+
+def test_sparse_gradients_like_stock(pool: Pool):
+    pool.run(sparse_like_stock)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("unused", [False, True])
+def test_sparse_gradients(pool: Pool, unused: bool, compiles: bool):
+    pool.run(sparse, compiles, unused)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -640,6 +770,26 @@ def refused(rank: int, world: int) -> None:
 
 def test_refusals_name_the_argument(pool: Pool):
     pool.run(refused)
+
+
+def on_devices(*devices: str) -> list[tuple[str, nn.Parameter]]:
+    """Named fake parameters on devices that need not be there."""
+    with FakeTensorMode():
+        return [(f"{i}.weight", nn.Parameter(torch.empty_strided((2,), (1,), device=d))) for i, d in enumerate(devices)]
+
+
+def test_devices_of_the_module():
+    """A module on several devices of one kind takes no device_ids, one on several kinds is refused, as by torch."""
+    one, several = on_devices("cuda:1", "cuda:1"), on_devices("cuda:0", "cuda:1")
+    assert ddp_arguments.devices([1], None, [p for _, p in one]) == ([1], 1)
+    assert ddp_arguments.devices(None, None, [p for _, p in one]) == (None, None)
+    ddp_arguments.module(Mlp(), several)
+    assert ddp_arguments.devices(None, None, [p for _, p in several]) == (None, None)
+    for ids, output in (([0], None), (None, 1)):
+        with pytest.raises(ValueError, match=r"module parameters \['cuda:0', 'cuda:1'\]. Leave both out"):
+            ddp_arguments.devices(ids, output, [p for _, p in several])
+    with pytest.raises(ValueError, match=r"same type of devices.*\['cpu', 'cuda'\]"):
+        ddp_arguments.module(Mlp(), on_devices("cpu", "cuda:0"))
 
 
 def different(rank: int, world: int) -> None:
@@ -784,15 +934,85 @@ def reduced(rank: int, world: int, compiles: bool) -> None:
         return torch.func.functional_call(half, halves, (data(0, 6, 8).bfloat16(),)).float().square().mean()
 
     expect(all(p.dtype == p.grad.dtype == torch.float32 for p in module.parameters() if p.grad is not None), "float32")
-    expect_equal(gradients(module), average(local_gradients(plain, loss)), "averaged in float32", tol=1e-2)
+    expect_equal(gradients(module), average(local_gradients(plain, loss)), "averaged", tol=1e-2)
     expect(all(v.dtype != torch.bfloat16 for v in model.module.parameters()), "parameters stay")
-    with pytest.warns(UserWarning, match="reduce_dtype=torch.float16 is not supported yet"):
-        wrapped(seeded(0, Precise), mixed_precision=_MixedPrecision(torch.float16, torch.float16))
 
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_mixed_precision(pool: Pool, compiles: bool):
     pool.run(reduced, compiles)
+
+
+def average_in(dtype: torch.dtype, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """As torch's hook does it: sums in this dtype, then divides."""
+    found: dict[str, Tensor | None] = {}
+    for name, gradient in gradients.items():
+        if gradient is None:
+            found[name] = None
+            continue
+        wire = gradient.to(dtype) if gradient.is_floating_point() else gradient.clone()
+        dist.all_reduce(torch.view_as_real(wire) if wire.is_complex() else wire)
+        found[name] = wire.div_(dist.get_world_size()).to(gradient.dtype)
+    return found
+
+
+class Mixed(Mlp):
+    """A model with parameters of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short = nn.Parameter(torch.randn(5).bfloat16())
+        self.phase = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (y.sum() * self.short.float()).sum() + (y.sum() * self.phase).abs().sum()
+
+
+def reduced_on_the_way(rank: int, world: int, options: dict[str, Any]) -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    low, high = torch.bfloat16, torch.float64
+    for dtype in (low, high):
+        module = seeded(0, Mixed)
+        model = wrapped(module, mixed_precision=_MixedPrecision(reduce_dtype=dtype), **options)
+        loss_of(model, 0).backward()
+        expect_equal(gradients(module), average_in(dtype, local(module, 0)), f"first step in {dtype}")
+        if dtype is low:
+            usual, found = average(local(module, 0))["first.bias"], module.first.bias.grad
+            expect(str(usual) != str(found), "averaged in float32: this tests nothing")
+        module.zero_grad()
+        with model.no_sync():
+            loss_of(model, 1).backward()
+        expect_equal(gradients(module), local(module, 1), "what stays local, in full precision")
+        loss_of(model, 2).backward()
+        expect_equal(gradients(module), average_in(dtype, local(module, 1, 2)), "accumulated")
+        expect(model.backend.stats().last.launches + model.backend.stats().last.uncovered_launches > 3, "buckets")
+        with model.join():
+            for i in range(3 - rank):
+                module.zero_grad()
+                loss_of(model, i).backward()
+        if rank == 0:
+            alone = {n: None if g is None else g.to(dtype) / 2 for n, g in local(module, 2).items() if n != "phase"}
+            shares = {n: None if g is None else g.to(dtype) for n, g in gradients(module).items() if n != "phase"}
+            expect_equal(shares, alone, "joined by zeros")
+        twin = copy.deepcopy(model)
+        twin.zero_grad()
+        loss_of(twin, 3).backward()
+        expect_equal(gradients(twin.module), average_in(dtype, local(module, 3)), "a copy")
+    refused = str(error_of(lambda: model.register_comm_hook(None, lambda state, bucket: None)))
+    expect("has the average in torch.float64 already" in refused, refused)
+    by_default = wrapped(seeded(0, Mlp), mixed_precision=_MixedPrecision(param_dtype=low), **options)
+    expect(by_default.backend.comm_hook is not None, "gradients travel in param_dtype by default")
+    same = wrapped(seeded(0, Mlp), mixed_precision=_MixedPrecision(low, torch.float32), **options)
+    expect(same.backend.comm_hook is None, "the parameters' own dtype needs nothing")
+    refused = str(error_of(lambda: wrapped(seeded(0, Mlp), mixed_precision=_MixedPrecision(reduce_dtype=torch.int32))))
+    expect("cannot be averaged in torch.int32" in refused, refused)
+
+
+@pytest.mark.parametrize("options", [{}, {"split": False}, {"compile": False}], ids=str)
+def test_gradients_travel_in_another_precision(pool: Pool, options: dict[str, Any]):
+    pool.run(reduced_on_the_way, options)
 
 
 # ---- looking ---------------------------------------------------------------------------------------------------------
@@ -819,7 +1039,7 @@ def logged(rank: int, world: int, compiles: bool) -> None:
     expect(known == (0 if compiles else 4 * (8 + 1) * (5 + 6)), f"{known} bytes unused")
     expect(mine["num_unused_parameters"] == 0, f"{mine['num_unused_parameters']} unused")
     compute, comm, overlap = (mine[f"backward_{what}_time"] for what in ("compute", "comm", "compute_comm_overlap"))
-    expect(compute > 0 and 0 <= overlap <= min(compute, comm), f"times {compute}, {comm}, {overlap}")
+    expect(compute > 0 and comm > 0 and 0 <= overlap <= min(compute, comm), f"times {compute}, {comm}, {overlap}")
     expect(mine["backward_compute_time_start"] > mine["forward_compute_time_start"] > 0, "backward is after forward")
 
 

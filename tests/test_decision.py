@@ -109,6 +109,14 @@ def test_rank_0s_order_travels(event: Event, order: list[int]):
     assert not result.defer
 
 
+def test_tensor_hooks_on_what_one_rank_does_not_use():
+    """They want the local gradient before it travels, which the end of the backward can wait for."""
+    events = [Event(GRAPH, ((1, 2),), unused=(2,)), Event(GRAPH, ((1, 2),), hooked=(2,))]
+    assert decide(events, find_unused=True, name=str) == Decision(defer=True)
+    with pytest.raises(Different, match="tensor hooks sit on nothing on rank 0 and on 2 on rank 1"):
+        decide([Event(GRAPH, ((1, 2),)), events[1]], find_unused=True, name=str)
+
+
 def test_the_same_step_needs_no_thought():
     event = Event(GRAPH, ((3, 1), (2,)), (1,))
     assert decide([event, event], find_unused=False, name=str) == event.alone

@@ -2,8 +2,11 @@
 
 import itertools
 import json
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +168,79 @@ def test_a_long_report_is_cut_in_the_middle() -> None:
     shown = str(found)
     assert shown.count("waits for") == 24
     assert f"({len(found.buckets) - 24} more)" in shown
+
+
+@pytest.mark.parametrize(
+    ("hook", "wire_bytes"),
+    [
+        (None, lambda shapes, world: sum(4 * math.prod(s) for s in shapes)),
+        ("fp16", lambda shapes, world: sum(2 * math.prod(s) for s in shapes)),
+        ("bf16", lambda shapes, world: sum(2 * math.prod(s) for s in shapes)),
+        (
+            fxddp.PowerSGD(2, min_compression_rate=0.5),
+            lambda shapes, world: sum(4 * (2 * sum(s) if len(s) == 2 else math.prod(s)) for s in shapes),
+        ),
+        (
+            fxddp.Int8(block=8),
+            lambda shapes, world: world * math.ceil(sum(map(math.prod, shapes)) / (world * 8)) * (8 + 4),
+        ),
+        (fxddp.Adaptive(), lambda shapes, world: sum(4 * math.prod(s) for s in shapes)),
+    ],
+)
+def test_it_shows_what_travels(hook: Any, wire_bytes: Callable[..., int]) -> None:
+    found = fxddp.explain(Net(), torch.randn(6, 8), world_size=3, inner="aot_eager", comm_hook=hook)
+    shapes = [[gradient.shape for gradient in bucket.gradients] for bucket in found.buckets]
+    expected = sum(wire_bytes(bucket, 3) for bucket in shapes)
+    assert found.wire_bytes == expected
+    assert f"{2 * 2 * expected / 3 / 1024:.4g} KiB a step" in str(found)
+    shown = " ".join(str(found).split())
+    assert (f"compressed by {hook} to {expected / 1024:.4g} KiB" in shown) is (hook is not None)
+
+
+def test_what_travels_is_what_takes_time() -> None:
+    slow = {"world_size": 64, "bandwidth": "1Mbit/s", "latency": 0}
+    plain, half = explain(Net(), **slow), explain(Net(), comm_hook="bf16", **slow)
+    for one, other in zip(plain.buckets, half.buckets, strict=True):
+        assert (one.nbytes, one.wire_bytes) == (other.nbytes, 2 * other.wire_bytes)
+        assert one.predicted == pytest.approx(2 * other.predicted)
+    late = [[span.seconds for span in found.timeline if span.kind == "uncovered"] for found in (plain, half)]
+    assert late[0] == pytest.approx([2 * seconds for seconds in late[1]])
+    for mib, other_mib in zip(plain.sizes, half.sizes, strict=True):
+        assert mib.exposed == pytest.approx(2 * other_mib.exposed, rel=0.01)
+
+
+def test_it_tells_the_steps_of_every_bucket() -> None:
+    model = Net()
+    found = explain(model, 64, algorithm="ring", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert {bucket.route for bucket in found.buckets} == {"reduce-scatter, all-gather, then SGD"}
+    assert str(found).count("travels by reduce-scatter, all-gather, then SGD") == len(found.buckets)
+    assert "algorithm=ring, parameters updated by SGD when their bucket has arrived" in str(found)
+    assert (found.settings["algorithm"], found.settings["optimizer"]) == ("ring", "SGD")
+    assert any("SGD" in note for note in found.notes)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert {bucket.route for bucket in explain(Net(), 64).buckets} == {"all-reduce"}
+    assert "travels by" not in str(explain(Net(), 64))
+    small = explain(Net(), 64, comm_hook=fxddp.Int8(block=8))
+    routes = {bucket.route: bucket.wire_bytes < bucket.nbytes for bucket in small.buckets}
+    assert routes == {"all-to-all, all-gather": True, "all-reduce": False}
+
+
+def some_hook(state: object, bucket: Any) -> Any:
+    raise NotImplementedError
+
+
+def test_it_tells_what_was_registered_later() -> None:
+    model = torch.compile(nn.Linear(8, 8), backend=fxddp.backend(inner="aot_eager"))
+    backend = fxddp.backend_of(model)
+    model(torch.randn(6, 8))
+    backend.register_comm_hook(None, some_hook)
+    backend.register_optimizer(torch.optim.Adam(model.parameters()))
+    for found in (fxddp.explain(model, world_size=2), fxddp.explain(model, torch.randn(6, 8), world_size=2)):
+        assert [bucket.route for bucket in found.buckets] == ["hook some_hook, then Adam"]
+        assert "comm_hook=some_hook, parameters updated by Adam" in str(found)
+        assert any("some_hook" in note for note in found.notes)
+    other = fxddp.explain(model, torch.randn(6, 8), world_size=2, comm_hook="fp16")
+    assert [bucket.route for bucket in other.buckets] == ["all-reduce, then Adam"]
 
 
 def test_it_holds_the_graphs_and_what_each_pass_did() -> None:

@@ -85,7 +85,7 @@ def check_numbers(found: fxddp.Explanation, elements: Elements) -> None:
     assert figures["seconds"][1].startswith(units.duration(found.seconds))
     assert figures["exposed"][1].startswith(units.duration(found.exposed))
     assert figures["nbytes"][1].startswith(units.size(found.nbytes))
-    assert figures["sent"][1].startswith(units.size(found.network.sent(found.nbytes)))  # type: ignore[union-attr]
+    assert figures["sent"][1].startswith(units.size(found.network.sent(found.wire_bytes)))  # type: ignore[union-attr]
     rows = {attributes["data-bucket"]: (attributes, text) for attributes, text in elements.having("data-bucket")}
     for bucket in found.buckets[-200:]:
         attributes, text = rows[f"{bucket.graph}.{bucket.index}"]
@@ -110,6 +110,22 @@ def small() -> fxddp.Explanation:
     return fxddp.explain(Net(), torch.randn(6, 8), world_size=64, bucket_mb=0.001, inner="aot_eager")
 
 
+@in_a_browser
+def test_the_page_shows_what_travels_and_how(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    arguments = {"bucket_mb": 0.001, "inner": "aot_eager", "comm_hook": "fp16", "algorithm": "ring"}
+    found = fxddp.explain(Net(), torch.randn(6, 8), world_size=64, **arguments)
+    elements = loaded(found, tmp_path)
+    check_numbers(found, elements)
+    figures = {attributes["data-figure"]: text for attributes, text in elements.having("data-figure")}
+    assert figures["wire_bytes"] == f"{units.size(found.wire_bytes)}after compression by fp16"
+    rows = {attributes["data-bucket"]: text for attributes, text in elements.having("data-bucket")}
+    for bucket in found.buckets:
+        text = rows[f"{bucket.graph}.{bucket.index}"]
+        assert units.size(bucket.wire_bytes) in text
+        assert bucket.route in text
+
+
 def large(small: fxddp.Explanation, count: int = 10_000) -> fxddp.Explanation:
     """The report of a model of so many parameters, without waiting for Dynamo to trace one."""
     per_bucket = 20
@@ -118,7 +134,9 @@ def large(small: fxddp.Explanation, count: int = 10_000) -> fxddp.Explanation:
     for index in range(count // per_bucket):
         names = [f"stages.{index // 50}.blocks.{index % 50}.weight{i}" for i in range(per_bucket)]
         gradients = tuple(replace(template.gradients[0], name=name, nbytes=4096, ready=index) for name in names)
-        bucket = Bucket(0, index, 4096 * per_bucket, "float32", "cpu", gradients, index, 1e-4, index * 1e-4, 1e-3, 0.0)
+        nbytes = 4096 * per_bucket
+        times = (1e-4, index * 1e-4, 1e-3, 0.0)
+        bucket = Bucket(0, index, nbytes, nbytes, "float32", "cpu", gradients, index, "all-reduce", *times)
         buckets.append(bucket)
         parameters += [Parameter(name, (1024,), "float32", 4096, "bucket", graph=0, bucket=index) for name in names]
     piece = small.graphs[0].pieces[0]
@@ -215,7 +233,7 @@ def test_a_bucket_is_found_by_parameter_and_opened(small: fxddp.Explanation, tmp
 @in_a_browser
 def test_the_timeline_zooms(small: fxddp.Explanation, tmp_path: Path) -> None:
     wheel = (
-        "document.querySelector('#timeline svg').dispatchEvent(new WheelEvent('wheel', {deltaY: -4000, clientX: 110}));"
+        "document.querySelector('#timeline svg').dispatchEvent(new WheelEvent('wheel', {deltaY: -3000, clientX: 110}));"
     )
     before = [a["data-kind"] for a, _ in loaded(small, tmp_path).having("data-kind")]
     zoomed = [a["data-kind"] for a, _ in loaded(small, tmp_path, wheel).having("data-kind")]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -91,8 +92,20 @@ class Curves:
 # ---- while training --------------------------------------------------------------------------------------------------
 
 
-def steps(rank: int, world: int) -> None:
-    model, backend = compiled(seeded(0, Mlp))
+def ways(kind: str) -> dict[str, Any]:
+    """What a bucket may go through on its way."""
+    if kind == "powersgd":
+        return {"comm_hook": fxddp.PowerSGD(1, start_iter=0, min_compression_rate=0.1)}
+    if kind == "hook":
+        return {"comm_hook": lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future()}
+    return {"plain": {}, "ring": {"algorithm": "ring"}, "fp16": {"comm_hook": "fp16"}}[kind]
+
+
+WAYS = ("plain", "ring", "fp16", "powersgd", "hook")
+
+
+def steps(rank: int, world: int, kind: str) -> None:
+    model, backend = compiled(seeded(0, Mlp), **ways(kind))
     for i in range(4):
         loss_of(model, i).backward()
     found = backend.stats()
@@ -118,8 +131,9 @@ def steps(rank: int, world: int) -> None:
     expect(len(set(names)) == len(names) == 3 + 3 * len(found.buckets), f"{names}")
 
 
-def test_a_training_records_when_its_buckets_travel(pool: Pool) -> None:
-    pool.run(steps)
+@pytest.mark.parametrize("kind", WAYS)
+def test_a_training_records_when_its_buckets_travel(pool: Pool, kind: str) -> None:
+    pool.run(steps, kind)
 
 
 def profiled(rank: int, world: int) -> dict[str, Any]:
@@ -151,6 +165,41 @@ def test_a_profile_has_a_range_for_every_piece_launch_and_wait(pool: Pool) -> No
         assert names == dict.fromkeys(wanted, 1)
         pieces = [name for name in found["names"] if re.fullmatch(r"fxddp\.piece\d+", name)]
         assert len(pieces) >= count
+
+
+def profiled_steps(rank: int, world: int, kind: str) -> dict[str, list[str]]:
+    """By bucket, the collectives whose innermost range is one of that bucket's."""
+    model, backend = compiled(seeded(0, Mlp), **ways(kind))
+    for i in range(2):
+        loss_of(model, i).backward()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        loss_of(model, 2).backward()
+    events = found.events() or []
+    ranges = [event for event in events if re.match(r"fxddp\.bucket", event.name)]
+    inside: dict[str, list[str]] = {}
+    for event in events:
+        if event.name.startswith("c10d::"):
+            at = event.time_range.start
+            around = [each for each in ranges if each.time_range.start <= at <= each.time_range.end]
+            if around:  # the others are what ranks tell each other
+                inner = max(around, key=lambda each: each.time_range.start)
+                inside.setdefault(inner.name.split(".")[1], []).append(event.name)
+    count = buckets(backend)
+    launched = [event.name for event in ranges if event.name.endswith(".allreduce")]
+    expect(sorted(launched) == sorted(f"fxddp.bucket{i}.allreduce" for i in range(count)), f"{launched}")
+    expect(set(inside) == {f"bucket{i}" for i in range(count)} and count > 1, f"{inside} for {count} buckets")
+    return inside
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_every_step_of_a_bucket_is_in_a_range_of_that_bucket(pool: Pool, kind: str) -> None:
+    for inside in pool.run(profiled_steps, kind):
+        for started in inside.values():
+            if kind == "ring":
+                assert started == ["c10d::alltoall_base_", "c10d::_allgather_base_"]  # gloo's reduce-scatter is ours
+            else:
+                assert set(started) == {"c10d::allreduce_"}
+                assert len(started) == (2 if kind == "powersgd" else 1)
 
 
 def reported(rank: int, world: int) -> str:

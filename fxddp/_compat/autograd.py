@@ -103,6 +103,11 @@ def compiled_autograd_enabled() -> bool:
     )
 
 
+def distributed_autograd() -> bool:
+    """Whether a hook runs in a backward of `torch.distributed.autograd`, whose engine does not say where it is."""
+    return task_id() >= 0 and torch._C._current_autograd_node() is None
+
+
 below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowADInplaceOrView
 """Inside, operators skip autograd: an alias made here is no view to it, and users may `detach_()` such a `.grad`."""
 
@@ -132,6 +137,31 @@ def put_first(hooks: Any, key: int) -> None:
 def hooks_before_accumulation(parameter: Tensor) -> Any:
     """The parameter's tensor hooks; falsy if it has none."""
     return parameter._backward_hooks
+
+
+def spare_undefined(parameter: Tensor) -> dict[int, Any]:
+    """Has a parameter's tensor hooks not be called for an undefined gradient; returns them by id, for `spare_no_more`.
+
+    Those of `register_multi_grad_hook` count how often they are called, and know what None means.
+    """
+    hooks: Any = parameter._backward_hooks
+    spared = {key: hook for key, hook in hooks.items() if getattr(hook, "__qualname__", "") != _COUNTS_CALLS}
+    for key, hook in spared.items():
+        hooks[key] = _unless_undefined(hook)
+    return spared
+
+
+_COUNTS_CALLS = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>.inner_hook"
+
+
+def _unless_undefined(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor | None], Tensor | None]:
+    return lambda gradient: None if gradient is None else hook(gradient)
+
+
+def spare_no_more(parameter: Tensor, spared: dict[int, Any]) -> None:
+    """Takes back `spare_undefined`."""
+    hooks: Any = parameter._backward_hooks
+    hooks.update({key: hook for key, hook in spared.items() if key in hooks})
 
 
 def creates_graph() -> bool:

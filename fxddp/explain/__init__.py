@@ -44,6 +44,18 @@ LATENCY = 10e-6
 """What is assumed of a network that nobody described: one adapter of 100 Gbit/s, 10 µs for an empty message."""
 
 
+TRAVEL = ("process_group", "lanes", "mesh", "algorithm")
+FIELDS = {
+    "bucket_mb": ("cap",),
+    "first_bucket_mb": ("first_cap",),
+    "mode": ("options",),
+    "bucket_mb_list": ("caps",),
+    "comm_hook": ("comm_hook", "codec"),
+    **dict.fromkeys(("process_group", "device_mesh", "algorithm"), TRAVEL),
+}
+"""What an argument of `fxddp.backend` says in `Settings`, where that is not one field of its name."""
+
+
 def explain(
     model_or_backend: Any,
     *inputs: Any,
@@ -103,11 +115,11 @@ def explain(
         raise ValueError(
             "explain(backend) shows what it compiled; to plan for other arguments, pass the model and its inputs"
         )
-    model, settings = _plain(model_or_backend)
-    settings = _changed(settings, backend_arguments)
+    model, trained = _plain(model_or_backend)
+    settings = _changed(make_settings() if trained is None else trained.settings, backend_arguments)
     tried = try_forward(model, inputs, kwargs or {}, settings, device=device, measure=measure)
     if world_size is None:
-        world_size = _world_size(model_or_backend)
+        world_size = _world_size(settings, trained)
     notes = []
     if device is not None and traced_on(device) != device and device.type != "meta":
         notes.append(
@@ -127,6 +139,7 @@ def explain(
         assumed=(*more, *(() if measure else assumed)),
         notes=notes,
         tried=tried,
+        trained=trained,
     )
 
 
@@ -147,27 +160,27 @@ def _explain_compiled(
         network=sends,
         machine=computes,
         assumed=(*more, *assumed),
+        trained=backend,
     )
 
 
-def _plain(model: Any) -> tuple[Any, Settings]:
-    """The model behind what was compiled or wrapped, and the settings of its backend."""
+def _plain(model: Any) -> tuple[Any, Backend | None]:
+    """The model behind what was compiled or wrapped, and its backend."""
     from fxddp.ddp import DistributedDataParallel
 
     try:
-        settings = backend_of(model).settings
+        backend = backend_of(model)
     except ValueError:
-        return model, make_settings()
+        return model, None
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    return getattr(model, "_orig_mod", model), settings
+    return getattr(model, "_orig_mod", model), backend
 
 
-def _world_size(model: Any) -> int | None:
-    try:
-        group = backend_of(model).lookup()
-    except ValueError:
-        return None
+def _world_size(settings: Settings, trained: Backend | None) -> int | None:
+    if settings.process_group is not None:
+        return int(settings.process_group.size())
+    group = None if trained is None else trained.lookup()
     return None if group is None else group.size
 
 
@@ -175,8 +188,8 @@ def _changed(settings: Settings, arguments: Mapping[str, Any]) -> Settings:
     if not arguments:
         return settings
     given = make_settings(**arguments)
-    own = {"bucket_mb": "cap", "first_bucket_mb": "first_cap", "mode": "options", "bucket_mb_list": "caps"}
-    return replace(settings, **{own.get(name, name): getattr(given, own.get(name, name)) for name in arguments})
+    changed = {field for name in arguments for field in FIELDS.get(name, (name,))}
+    return replace(settings, **{field: getattr(given, field) for field in changed})
 
 
 def _device_type(model: Any, device: torch.device | None) -> str:

@@ -40,6 +40,7 @@ def figures(before: Explanation, after: Explanation) -> tuple[Row, ...]:
         ("sending", duration),
         ("overlap", _share),
         ("nbytes", size),
+        ("wire_bytes", size),
     ):
         values = getattr(before, name), getattr(after, name)
         found.append(Row(name, *values, (kind(values[0]), kind(values[1]))))

@@ -47,7 +47,10 @@ class DryBackend(Backend):
     """A backend that plans and keeps graphs but answers for no parameter and talks to nobody."""
 
     def __init__(self, settings: Settings, *, measure: bool = False) -> None:
-        super().__init__(replace(settings, keep_graphs=True, compile_pieces=measure, split=True, comm_hook=None))
+        planned = replace(
+            settings, keep_graphs=True, compile_pieces=measure, split=True, comm_hook=None, optimizer=None
+        )
+        super().__init__(planned)
         self.lookup = lambda: None  # type: ignore[assignment]
         self.times: dict[tuple[str, int, int], list[float]] = {}
         self._measure = measure

@@ -1,7 +1,7 @@
 """Turns what a backend compiled into an `Explanation`."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxddp.backend import Backend
+from fxddp.comm_hook import CommHook
 from fxddp.config import MIB, Settings
+from fxddp.packing import packs
 from fxddp.passes.cost import Machine, Network
 from fxddp.passes.outline import Outline, Source, innermost
 from fxddp.passes.plan import Bucket as Planned
 from fxddp.passes.plan import GradSpec
 from fxddp.site import Site
 from fxddp.stats import BackwardRecord
+from fxddp.transport import describe
 
 from . import advice, timeline
 from .diff import changes
@@ -45,6 +48,7 @@ def gather(
     assumed: Sequence[str] = (),
     notes: Sequence[str] = (),
     tried: Tried | None = None,
+    trained: Backend | None = None,
 ) -> Explanation:
     """The report on a backend's graphs.
 
@@ -58,13 +62,17 @@ def gather(
         assumed: figures that nobody gave.
         notes: what to keep in mind.
         tried: what a dry run showed; None for a backend that trains.
+        trained: the backend that trains the model, if one does.
     """
     numbered = [(n, site) for n, site in enumerate(backend.sites) if site.compilation.backward is not None]
-    graphs = [_graph(i, n, site, _View(machine, device, tried)) for i, (n, site) in enumerate(numbered)]
+    world_size = 1 if network is None else network.world_size
+    view = _View(machine, device, tried, _Sending(settings, world_size, _runs(settings, trained)))
+    graphs = _numbered([_graph(i, n, site, view) for i, (n, site) in enumerate(numbered)], view.sending)
     breaks = _breaks(backend, tried)
     parameters = _parameters(backend, graphs, breaks, tried)
-    left = sum(parameter.nbytes for parameter in parameters if parameter.state == "eager")
-    spans = simulate([_steps(graph) for graph in graphs], network, _packed(left, settings.cap))
+    eager = {parameter.name for parameter in parameters if parameter.state == "eager"}
+    late = [tensor for name, tensor in backend.known_tensors() if name in eager]
+    spans = simulate([_steps(graph) for graph in graphs], network, list(view.sending.late(late, settings.cap)))
     recorded = _recorded(backend, graphs)
     graphs = [_timed(graph, spans, recorded) for graph in graphs]
     gradients = [_gradients(site, machine, graph) for (_, site), graph in zip(numbered, graphs, strict=True)]
@@ -72,7 +80,7 @@ def gather(
         model=model,
         graphs=tuple(graphs),
         parameters=tuple(parameters),
-        settings=_described(settings),
+        settings=_described(settings, view.sending),
         machine=machine,
         network=network,
         device=device or (graphs[0].buckets[0].device if graphs and graphs[0].buckets else "cpu"),
@@ -80,8 +88,8 @@ def gather(
         breaks=tuple(breaks),
         timeline=spans,
         recorded=recorded,
-        sizes=_sizes(gradients, network, settings, left),
-        notes=tuple(notes),
+        sizes=_sizes(gradients, network, view.sending, late),
+        notes=(*notes, *_unmodelled(settings, view.sending)),
         versions={"fxddp": _version(), "torch": torch.__version__},
     )
     return replace(found, advice=tuple(advice.advise(found)))
@@ -93,10 +101,10 @@ def _version() -> str:
     return __version__
 
 
-def _described(settings: Settings) -> dict[str, Any]:
+def _described(settings: Settings, sending: "_Sending") -> dict[str, Any]:
     """The arguments of `fxddp.backend`, as numbers and text."""
     inner = settings.inner if isinstance(settings.inner, str) else getattr(settings.inner, "__name__", "a callable")
-    hook = settings.comm_hook
+    mesh = settings.mesh
     return {
         "bucket_mb": settings.cap / MIB,
         "first_bucket_mb": min(settings.first_cap, settings.cap) / MIB,
@@ -104,9 +112,89 @@ def _described(settings: Settings) -> dict[str, Any]:
         "split": settings.split,
         "find_unused_parameters": settings.find_unused_parameters,
         "static_graph": settings.static_graph,
-        "comm_hook": hook if hook is None or isinstance(hook, str) else getattr(hook, "__qualname__", "a callable"),
+        "comm_hook": sending.runs.hook,
+        "codec": None if settings.codec is None else str(settings.codec),
+        "optimizer": sending.runs.optimizer,
+        "algorithm": settings.algorithm,
+        "process_groups": len(settings.lanes) or 1,
+        "device_mesh": None if mesh is None else [mesh.size(0), mesh.size(1)],
         "options": {key: str(value) for key, value in settings.options.items()},
     }
+
+
+def _unmodelled(settings: Settings, sending: "_Sending") -> Iterator[str]:
+    """What the predicted times leave out."""
+    if settings.mesh is not None:
+        yield "sending is predicted as one ring over all ranks, as if links inside a node were no faster than across"
+    if sending.runs.hook is not None:
+        yield f"sending is predicted as an all-reduce of every bucket, whatever {sending.runs.hook} makes of it"
+    if sending.runs.optimizer is not None:
+        yield f"the updates of {sending.runs.optimizer} are not in the predicted step"
+
+
+# --- what travels -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Names of what runs on every bucket: a communication hook in place of the all-reduce, an optimizer after it."""
+
+    hook: str | None = None
+    optimizer: str | None = None
+
+
+def _runs(settings: Settings, trained: Backend | None) -> _Runs:
+    """What the settings ask for, or else what was registered on a backend later."""
+    hook = None if settings.comm_hook is None else CommHook(None, settings.comm_hook).name
+    optimizer = None if settings.optimizer is None else type(settings.optimizer).__qualname__
+    if trained is not None:
+        if hook is None and settings.codec is None and trained.comm_hook is not None:
+            hook = trained.comm_hook.name
+        if optimizer is None and trained.optimizer is not None:
+            optimizer = trained.optimizer.name
+    return _Runs(hook, optimizer)
+
+
+@dataclass(frozen=True)
+class _Sending:
+    """How buckets travel."""
+
+    settings: Settings
+    world_size: int = 1
+    runs: _Runs = _Runs()
+
+    def wire_bytes(self, bucket: Planned) -> int:
+        """Bytes that travel for a bucket of a plan."""
+        return self.settings.wire_bytes(bucket, self.world_size)
+
+    def late(self, tensors: Sequence[Tensor], cap: int) -> Iterator[int]:
+        """Bytes that travel for each bucket of what leaves after the backward, because no graph packs it."""
+        codec = self.settings.codec
+        for members in packs(tensors, cap):
+            if codec is None:
+                yield sum(tensor.nbytes for tensor in members)
+            else:
+                yield codec.nbytes([tensor.shape for tensor in members], members[0].dtype, self.world_size)
+
+    def route(self, bucket: Bucket, index: int | None) -> str:
+        """By what a bucket travels, and what becomes of it; `index`: its number in the backward, if known."""
+        codec, runs = self.settings.codec, self.runs
+        steps = describe(self.settings, index)
+        if codec is not None and codec.steps and bucket.wire_bytes < bucket.nbytes:
+            steps = codec.steps
+        if runs.hook is not None:
+            steps = f"hook {runs.hook}"
+        return steps if runs.optimizer is None else f"{steps}, then {runs.optimizer}"
+
+
+def _numbered(graphs: Sequence[Graph], sending: _Sending) -> list[Graph]:
+    """Adds to the buckets by what they travel; they are numbered in the order in which they are launched."""
+    found, count = [], 0
+    for graph in reversed(graphs):
+        buckets = [replace(bucket, route=sending.route(bucket, count + i)) for i, bucket in enumerate(graph.buckets)]
+        count += len(buckets)
+        found.append(replace(graph, buckets=tuple(buckets)))
+    return found[::-1]
 
 
 # --- graphs -----------------------------------------------------------------------------------------
@@ -114,16 +202,19 @@ def _described(settings: Settings) -> dict[str, Any]:
 
 def graph_of(site: Site) -> Graph:
     """What is told of one graph, on its own; times are those of an assumed machine."""
-    return _graph(0, 0, site, _View(MACHINES["cpu"], None, None))
+    backend = site.backend
+    sending = _Sending(backend.settings, runs=_runs(backend.settings, backend))
+    return _graph(0, 0, site, _View(MACHINES["cpu"], None, None, sending))
 
 
 @dataclass(frozen=True)
 class _View:
-    """How graphs are looked at: what times are predicted with, the device to speak of, what was tried."""
+    """How graphs are looked at: what times are predicted with, the device to speak of, what was tried, what travels."""
 
     machine: Machine
     device: str | None
     tried: Tried | None
+    sending: _Sending
 
 
 def _graph(index: int, number: int, site: Site, view: _View) -> Graph:
@@ -143,7 +234,7 @@ def _graph(index: int, number: int, site: Site, view: _View) -> Graph:
         for k, (step, code) in enumerate(zip(program.steps, codes, strict=True))
     )
     share = _shares(told, view.machine)
-    buckets = [_bucket(bucket, site, told, share, view.device) for bucket in plan.buckets]
+    buckets = [_bucket(bucket, site, told, share, view) for bucket in plan.buckets]
     return Graph(
         index=index,
         nodes=told.nodes,
@@ -195,9 +286,7 @@ def _shares(told: Outline, machine: Machine) -> Callable[[GradSpec], float]:
     return lambda grad: min(1.0, seconds[grad.output] / total)
 
 
-def _bucket(
-    bucket: Planned, site: Site, told: Outline, share: Callable[[GradSpec], float], device: str | None
-) -> Bucket:
+def _bucket(bucket: Planned, site: Site, told: Outline, share: Callable[[GradSpec], float], view: _View) -> Bucket:
     gradients = tuple(
         Gradient(
             name=site.names.get(grad.input, f"input {grad.input}"),
@@ -211,7 +300,9 @@ def _bucket(
         for grad in bucket.grads
     )
     dtype = str(bucket.dtype).removeprefix("torch.")
-    return Bucket(0, bucket.index, bucket.nbytes, dtype, device or str(bucket.device), gradients, 0)
+    device, travels = view.device or str(bucket.device), view.sending.wire_bytes(bucket)
+    found = Bucket(0, bucket.index, bucket.nbytes, travels, dtype, device, gradients, piece=0, route="")
+    return replace(found, route=view.sending.route(found, None))
 
 
 def _passes(history: Sequence[Any]) -> tuple[Pass, ...]:
@@ -307,13 +398,8 @@ def _break_of(name: str, breaks: Sequence[Break]) -> Break | None:
 # --- times ------------------------------------------------------------------------------------------
 
 
-def _packed(nbytes: int, cap: int) -> list[int]:
-    """Sizes of the buckets in which what no graph packs leaves after the backward."""
-    return [cap] * (nbytes // cap) + [nbytes % cap] * (nbytes % cap > 0)
-
-
 def _steps(graph: Graph) -> Steps:
-    nbytes = {bucket.index: bucket.nbytes for bucket in graph.buckets}
+    nbytes = {bucket.index: bucket.wire_bytes for bucket in graph.buckets}
     pieces = tuple(
         (piece.seconds, piece.bucket, 0 if piece.bucket is None else nbytes[piece.bucket]) for piece in graph.pieces
     )
@@ -354,15 +440,19 @@ def _gradients(site: Site, machine: Machine, graph: Graph) -> Gradients:
     return Gradients(grads, tuple(share(grad) * graph.seconds for grad in grads), graph.seconds)
 
 
-def _sizes(graphs: Sequence[Gradients], network: Network | None, settings: Settings, left: int) -> tuple[Size, ...]:
+def _sizes(
+    graphs: Sequence[Gradients], network: Network | None, sending: _Sending, late: Sequence[Tensor]
+) -> tuple[Size, ...]:
+    settings = sending.settings
     if network is None or settings.caps or not any(graph.grads for graph in graphs):
         return ()
     found = []
     for mib in sorted({*TRIED_SIZES, settings.cap / MIB}):
         cap = int(mib * MIB)
-        rest = sum(map(network.all_reduce, _packed(left, cap)))
+        rest = sum(map(network.all_reduce, sending.late(late, cap)))
         count = timeline.count_with(graphs, cap, settings.first_cap)
-        found.append(Size(mib, count, timeline.exposed_with(graphs, network, cap, settings.first_cap, rest)))
+        hidden = timeline.exposed_with(graphs, network, cap, settings.first_cap, sending.wire_bytes, rest=rest)
+        found.append(Size(mib, count, hidden))
     return tuple(found)
 
 

@@ -76,8 +76,11 @@ class Bucket:
 
     Attributes:
         graph, index: which one; buckets are launched in order.
+        nbytes: as gradients.
+        wire_bytes: that travel, after compression: those of an all-reduce, of which each rank sends 2(N-1)/N by a ring.
         gradients: in the order in which they become ready; it is launched when the last one is.
         piece: after which piece of the backward it is launched.
+        route: the process group and the steps by which it is reduced, in words.
         predicted: seconds of its all-reduce, None without a network.
         start, end: when it travels, in seconds since the step began.
         exposed: how much of that no computation hides.
@@ -87,10 +90,12 @@ class Bucket:
     graph: int
     index: int
     nbytes: int
+    wire_bytes: int
     dtype: str
     device: str
     gradients: tuple[Gradient, ...]
     piece: int
+    route: str
     predicted: float | None = None
     start: float | None = None
     end: float | None = None
@@ -269,6 +274,11 @@ class Explanation:
     def nbytes(self) -> int:
         """Bytes of all buckets."""
         return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that travel for them: fewer, if they are compressed. `fxddp.Adaptive` is shown as it starts."""
+        return sum(bucket.wire_bytes for bucket in self.buckets)
 
     @property
     def frozen(self) -> tuple[str, ...]:

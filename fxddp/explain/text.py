@@ -9,13 +9,15 @@ from .units import duration, rate, size
 
 ROWS = 24
 NAMES = 6
+PLAIN = "all-reduce"
+"""The route that need not be told."""
 
 
 def text(found: Explanation, width: int | None = None) -> str:
     """All of a report that fits; lines are at most `width` characters, by default the terminal's width."""
     if width is None:
         width = min(max(shutil.get_terminal_size((120, 40)).columns, 80), 160)
-    lines = [*_head(found)]
+    lines = [line for sentence in _head(found) for line in _wrapped(sentence, width, "", "  ")]
     for graph in found.graphs:
         lines += ["", *graph_lines(graph)]
     lines += _parameters(found)
@@ -39,13 +41,15 @@ def _head(found: Explanation) -> Iterator[str]:
         f"buckets of {settings['bucket_mb']:g} MiB (the first of {settings['first_bucket_mb']:g} MiB), "
         f"inner={settings['inner']}, {'split' if settings['split'] else 'unsplit'}, {found.device}"
     )
+    yield from _travel(found)
     if found.network is None:
         yield "no number of ranks is known: give world_size to see what is sent"
         yield f"step: {duration(found.computing)} of computation"
         return
     network = found.network
+    what = "gradients" if settings["codec"] is None else "compressed gradients"
     yield (
-        f"each rank sends at least {size(network.sent(found.nbytes))} a step (2(N-1)/N of the gradients, by a ring "
+        f"each rank sends at least {size(network.sent(found.wire_bytes))} a step (2(N-1)/N of the {what}, by a ring "
         f"all-reduce)"
     )
     memory = f"{found.machine.memory / 1e9:.4g} GB/s of memory{_assumed(found, 'machine')}"
@@ -59,6 +63,25 @@ def _head(found: Explanation) -> Iterator[str]:
         f"step: {duration(found.seconds)} = {duration(found.computing)} of computation + {duration(found.exposed)} of "
         f"exposed sending{hidden}"
     )
+
+
+def _travel(found: Explanation) -> Iterator[str]:
+    """What becomes of buckets, where that is more than an all-reduce of the gradients."""
+    settings = found.settings
+    if settings["codec"] is not None:
+        yield f"compressed by {settings['codec']} to {size(found.wire_bytes)}"
+    parts = []
+    if settings["algorithm"] != "all_reduce":
+        mesh = settings["device_mesh"]
+        parts.append(f"algorithm={settings['algorithm']}" + (f" on {mesh[0]} nodes of {mesh[1]} ranks" if mesh else ""))
+    if settings["process_groups"] > 1:
+        parts.append(f"{settings['process_groups']} process groups in turns")
+    if settings["comm_hook"] is not None:
+        parts.append(f"comm_hook={settings['comm_hook']}")
+    if settings["optimizer"] is not None:
+        parts.append(f"parameters updated by {settings['optimizer']} when their bucket has arrived")
+    if parts:
+        yield ", ".join(parts)
 
 
 def _assumed(found: Explanation, what: str) -> str:
@@ -78,11 +101,11 @@ def graph_lines(graph: Graph) -> Iterator[str]:
     recorded = any(bucket.measured is not None for bucket in graph.buckets)
     head = ["bucket", "bytes", "dtype", "after", "ready", "sent in", "exposed"] + ["measured"] * recorded
     rows = [[*head, "parameters"]]
-    below = [""]
+    below: list[list[str]] = [[]]
     for bucket in _some(graph.buckets):
         if bucket is None:
             rows.append([])
-            below.append("")
+            below.append([])
             continue
         row = [
             str(bucket.index),
@@ -94,7 +117,7 @@ def graph_lines(graph: Graph) -> Iterator[str]:
             duration(bucket.exposed),
         ]
         rows.append([*row, *[duration(bucket.measured)] * recorded, names(bucket.names, 3)])
-        below.append(_waits(bucket))
+        below.append([_waits(bucket)] + [f"travels by {bucket.route}"] * (bucket.route != PLAIN))
     widths = [max(len(row[i]) for row in rows if row) for i in range(len(head))]
     for row, under in zip(rows, below, strict=True):
         if not row:
@@ -102,8 +125,8 @@ def graph_lines(graph: Graph) -> Iterator[str]:
             continue
         cells = [f"{cell:>{width}}" for cell, width in zip(row[:-1], widths, strict=True)]
         yield "  " + "  ".join([*cells, row[-1]])
-        if under:
-            yield " " * (4 + widths[0]) + under
+        for line in under:
+            yield " " * (4 + widths[0]) + line
     if graph.unused:
         yield f"  no gradient in this graph: {names(graph.unused, NAMES)}"
 

@@ -7,12 +7,12 @@ The processor never waits before the last piece. All-reduces run one after the o
 launched; whatever runs after the last piece is *exposed*: the step is longer for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fxddp.passes.bucketing import plan_buckets
 from fxddp.passes.cost import Network
-from fxddp.passes.plan import GradSpec
+from fxddp.passes.plan import Bucket, GradSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Of one graph: seconds of the forward, and of each piece with the bytes of the bucket it launches, if any."""
+    """Of one graph: seconds of the forward, and of each piece with the bytes that travel for the bucket it launches."""
 
     forward: float
     pieces: tuple[tuple[float, int | None, int], ...]
@@ -59,7 +59,7 @@ def simulate(graphs: Sequence[Steps], network: Network | None, uncovered: Sequen
     Args:
         graphs: in the order of their forwards.
         network: None if nothing is sent.
-        uncovered: bytes of the buckets that leave after the backward.
+        uncovered: bytes that travel for each bucket that leaves after the backward.
     """
     spans: list[Span] = []
     now = 0.0
@@ -107,7 +107,15 @@ class Gradients:
     total: float
 
 
-def exposed_with(graphs: Sequence[Gradients], network: Network, cap: int, first_cap: int, rest: float = 0.0) -> float:
+def exposed_with(
+    graphs: Sequence[Gradients],
+    network: Network,
+    cap: int,
+    first_cap: int,
+    wire_bytes: Callable[[Bucket], int],
+    *,
+    rest: float = 0.0,
+) -> float:
     """Seconds of communication that no computation hides, were the buckets of another size.
 
     Args:
@@ -115,6 +123,7 @@ def exposed_with(graphs: Sequence[Gradients], network: Network, cap: int, first_
         network: what sends them.
         cap: size of a bucket in bytes.
         first_cap: size of the first bucket in bytes.
+        wire_bytes: that travel for a bucket.
         rest: seconds that the network is busy after the last bucket.
     """
     now = free = 0.0
@@ -122,7 +131,7 @@ def exposed_with(graphs: Sequence[Gradients], network: Network, cap: int, first_
         when = dict(zip((grad.output for grad in graph.grads), graph.ready, strict=True))
         for bucket in plan_buckets(graph.grads, cap=cap, first_cap=min(first_cap, cap)).buckets:
             launched = now + max(when[grad.output] for grad in bucket.grads)
-            free = max(free, launched) + network.all_reduce(bucket.nbytes)
+            free = max(free, launched) + network.all_reduce(wire_bytes(bucket))
         now += graph.total
     return max(0.0, free - now) + rest
 

@@ -34,7 +34,8 @@ def _events(found: Explanation, spans: Sequence[Span], pid: int) -> list[dict[st
         about: dict[str, Any] = {"graph": span.graph}
         bucket = buckets.get((span.graph, span.index)) if span.kind in ("bucket", "wait") else None
         if bucket is not None:
-            about |= {"bytes": bucket.nbytes, "dtype": bucket.dtype, "parameters": list(bucket.names)}
+            about |= {"bytes": bucket.nbytes, "wire_bytes": bucket.wire_bytes, "dtype": bucket.dtype}
+            about |= {"route": bucket.route, "parameters": list(bucket.names)}
         events.append(
             {
                 "ph": "X",

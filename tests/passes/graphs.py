@@ -404,6 +404,12 @@ def run_program(program: Program, pieces: Sequence[Any], arguments: Sequence[Any
             assert isinstance(flat, Tensor)
             assert (tuple(flat.shape), flat.dtype) == ((bucket.numel,), bucket.dtype)
             assert flat.is_contiguous()
+            if step.wire >= 0:
+                wire = slots[step.wire]
+                assert wire.is_contiguous() and wire.dtype.itemsize < flat.dtype.itemsize
+                assert_same([wire], [flat.to(wire.dtype)])
+                wire.fill_(torch.nan)
+                slots[step.wire] = _Empty()
             flats[step.bucket] = flat.clone()
             flat.fill_(torch.nan)  # a packed bucket is the wire's: nothing else may share its memory
             slots[step.flat] = _Empty()

@@ -74,16 +74,17 @@ function head() {
   const spans = report.timeline;
   const step = end(spans), computed = computing(spans);
   const sending = sum(spans.filter((s) => s.lane === "network").map((s) => s.end - s.start));
-  const bytes = sum(buckets.map((b) => b.nbytes));
+  const bytes = sum(buckets.map((b) => b.nbytes)), travelling = sum(buckets.map((b) => b.wire_bytes));
   const tiles = [["seconds", step, duration(step), "a step, forward and backward"], ["computing", computed, duration(computed), "of computation"]];
   if (network) {
     const exposed = step - computed;
     tiles.push(["exposed", exposed, duration(exposed), "of exposed sending", exposed > 0.05 * step ? "bad" : ""]);
     if (sending) tiles.push(["overlap", 1 - exposed / sending, percent(1 - exposed / sending), `of ${duration(sending)} of sending is hidden`]);
-    const sent = (2 * (network.world_size - 1) * bytes) / network.world_size;
+    const sent = (2 * (network.world_size - 1) * travelling) / network.world_size;
     tiles.push(["sent", sent, size(sent), "sent by each rank"]);
   }
   tiles.push(["nbytes", bytes, size(bytes), `of gradients in ${plural(buckets.length, "bucket")}`]);
+  if (settings.codec) tiles.push(["wire_bytes", travelling, size(travelling), `after compression by ${settings.codec}`]);
   $("figures").append(
     ...tiles.map(([name, value, shown, what, kind]) =>
       make("div", { class: `tile ${kind || ""}`, "data-figure": name, "data-value": value }, make("b", {}, shown), make("span", {}, what))));
@@ -106,7 +107,7 @@ function timeline(spans, box) {
       const b = names.get(`${span.graph}.${span.index}`);
       const list = b.gradients.slice(0, 6).map((g) => g.name).join(", ") + (b.gradients.length > 6 ? `, … (${b.gradients.length} in all)` : "");
       const late = Math.max(0, span.end - Math.max(span.start, computed));
-      return [span.kind === "wait" ? `wait for bucket ${b.index}` : `bucket ${b.index}: all-reduce`, when, `${size(b.nbytes)} of ${b.dtype}`,
+      return [span.kind === "wait" ? `wait for bucket ${b.index}` : `bucket ${b.index}: ${b.route}`, when, `${size(b.nbytes)} of ${b.dtype}${b.wire_bytes === b.nbytes ? "" : `, ${size(b.wire_bytes)} travel`}`,
         span.kind === "bucket" ? `${duration(late)} of it exposed` : "", list];
     }
     if (span.kind === "piece") {
@@ -209,18 +210,21 @@ function timelines() {
 
 const ROWS = 200;
 const last = (bucket) => bucket.gradients.reduce((a, b) => (b.ready > a.ready ? b : a));
+const TOLD = { measured: (b) => b.measured !== null, travel: (b) => b.wire_bytes !== b.nbytes, by: (b) => b.route !== "all-reduce" }; // columns that are not always worth their place
 const COLUMNS = [
   ["bucket", (b) => order.get(`${b.graph}.${b.index}`), (b) => [make("span", { class: "key", style: `background: ${hue(b.graph, b.index)}` }), report.graphs.length > 1 ? `${b.graph}.${b.index}` : b.index], ""],
   ["bytes", (b) => b.nbytes, (b) => size(b.nbytes), "n"],
+  ["travel", (b) => b.wire_bytes, (b) => size(b.wire_bytes), "n"],
   ["dtype", (b) => b.dtype, (b) => b.dtype, ""],
   ["after", (b) => b.piece, (b) => `piece ${b.piece}`, "short"],
   ["ready at", (b) => last(b).before, (b) => percent(last(b).before), "n"],
   ["sent in", (b) => b.predicted ?? -1, (b) => duration(b.predicted), "n"],
   ["exposed", (b) => b.exposed ?? -1, (b) => make("span", { class: b.exposed ? "bad" : "" }, duration(b.exposed)), "n"],
   ["measured", (b) => b.measured ?? -1, (b) => duration(b.measured), "n"],
+  ["by", (b) => b.route, (b) => b.route, ""],
   ["parameters", (b) => b.gradients.length, (b) => [make("span", { class: "mono one", title: b.gradients.slice(0, 20).map((g) => g.name).join("\n") }, b.gradients[0].name), make("span", { class: "soft" }, b.gradients.length > 1 ? `and ${b.gradients.length - 1} more` : "")], "half"],
   ["waits for", (b) => last(b).name, (b) => [make("span", { class: "mono one" }, last(b).name), make("span", { class: "src mono one", title: last(b).source ? last(b).source.text : "" }, `${line(last(b).source)}  ${last(b).source ? last(b).source.text : last(b).node}`)], "wide"],
-].filter(([name]) => name !== "measured" || buckets.some((b) => b.measured !== null));
+].filter(([name]) => !(name in TOLD) || buckets.some(TOLD[name]));
 
 function bucketTable() {
   let column = 0, rising = true, wanted = "", limit = ROWS;
