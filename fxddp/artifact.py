@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from . import _compat
+from .passes.outline import Outline
 from .passes.pipeline import Rewritten
 from .passes.split import Program
 
@@ -37,6 +38,7 @@ class SplitBackward(_OutputCode):  # type: ignore[misc]
         program: what to run, launch and return.
         pieces: compiled pieces, each called with a list.
         mutated: positions of the Dynamo inputs whose data the forward changes.
+        outline: what `fxddp.explain` tells about it; goes with it into caches.
         whole: the unsplit backward with the collectives inside, or None.
         group_name, group_size: what `whole` was compiled for.
     """
@@ -52,6 +54,7 @@ class SplitBackward(_OutputCode):  # type: ignore[misc]
         self.group_name = ""
         self.group_size = 0
         self.rewritten: Rewritten | None = None
+        self.outline: Outline | None = None
 
     def announce(self) -> "SplitBackward":
         """Hands this backward to whoever waits for it."""

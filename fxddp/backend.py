@@ -26,6 +26,7 @@ from .group import Group, GroupLookup
 from .modules import Modules, owners
 from .optimizer import OptimizerInBackward
 from .passes.plan import BucketPlan
+from .plan_log import PlanLog
 from .replica import Replica
 from .site import Site, inspect
 from .stats import EventLog, Stats
@@ -60,6 +61,7 @@ class Backend:
         self.replica = Replica(self)
         self.agreement = Agreement(self)
         self.log = EventLog()
+        self.plan_log = PlanLog()
         self.sites: list[Site] = []
         self.comm_hook: CommHook | None = None
         self.codec = settings.codec
@@ -114,6 +116,7 @@ class Backend:
         compiled = compilation.compile(gm, inputs)
         site = Site(self, found, compilation, compiled, graph)
         self.sites.append(site)
+        self.plan_log.tell(site)
         return site
 
     def is_ignored(self, tensor: Any) -> bool:
@@ -139,6 +142,7 @@ class Backend:
     def reset(self) -> None:
         """Called by `torch._dynamo.reset`, which forgets compiled code."""
         self.sites.clear()
+        self.plan_log = PlanLog()
 
     # --- the modules behind the graphs ------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import _compat
+from . import _compat, ranges
 from .channel import RanksDisagree
 from .compression import Parcel, Session, Travelling
 from .decision import END, HOOK, Decision, Event
@@ -163,6 +163,7 @@ class Backward:
                 self._explored = True
                 self._strangers += self.backend.watch.strangers()
 
+    @ranges.launches
     def launch(
         self,
         flat: Tensor,
@@ -208,7 +209,7 @@ class Backward:
             else:
                 record.travels(flat.nbytes)
                 launched.work = hook.run(flat, members, index, group, is_last=is_last, names=self._names(members))
-            launched.index = record.launch_outside() if outside else record.launch(flat.nbytes)
+            launched.index = record.launch_outside() if outside else record.launch(flat.nbytes, launched.work)
         self._launched.append(launched)
         return launched
 
@@ -345,7 +346,8 @@ class Backward:
         total = sparse_gradient(parameter, held if old is None else [old * self.scale, *held])
         group.settle()
         launched = Launched([parameter], [total], outside=True)
-        launched.work = group.all_reduce(total)
+        with ranges.launch(ranges.OUTSIDE):
+            launched.work = group.all_reduce(total)
         launched.index = self.record.launch_outside()
         self._launched.append(launched)
         self.record.uncovered += (self.backend.watch.name(parameter),)
@@ -525,6 +527,7 @@ class Backward:
         """The ids of the parameters with these numbers."""
         return {id(self.backend.replica.tensor(number)) for number in numbers}
 
+    @ranges.waits
     def wait(self, launched: Launched) -> None:
         """Waits for a bucket."""
         if launched.work is not None:
@@ -532,6 +535,8 @@ class Backward:
             assert self.group is not None
             self.group.wait(launched.work, lambda: f"average {self._names(launched.parameters)}")
             launched.work = None
+            if not launched.outside:
+                self.record.waited(launched.index)
 
     def _write_all(self, optimizer: "OptimizerInBackward | None") -> None:
         """Waits for each bucket and updates its parameters, while those after it travel; see Note [update]."""

@@ -75,6 +75,10 @@ class HookWork:
             raise TypeError(f"callback must return a torch.futures.Future object, but got {type(future).__name__}")
         future.add_done_callback(lambda _: self._done.set())
 
+    def is_completed(self) -> bool:
+        """Whether the hook's result is there."""
+        return self._done.is_set()
+
     def wait(self, timeout: timedelta | None = None) -> None:
         """Waits for the hook's result and puts it into the bucket.
 
@@ -175,6 +179,10 @@ class CastWork:
         self._sum = flat.to(dtype)
         self._size = group.size
         self._work = group.all_reduce(self._sum)
+
+    def is_completed(self) -> bool:
+        """Whether the sum is there."""
+        return bool(self._work.is_completed())
 
     def wait(self, *timeout: timedelta) -> None:
         """Waits for the sum, and puts the average into the bucket."""

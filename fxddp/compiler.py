@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from . import _compat
 from .artifact import SplitBackward, loading
 from .config import Settings
 from .passes import pipeline
+from .passes.cost import Work, graph_work
 
 PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
 
@@ -32,6 +34,7 @@ class Compilation:
         }  # compiled code outlives models
         self._group = (group_name, group_size)
         self._forward_outputs: tuple[Any, ...] = ()
+        self._forward_work = Work()
         self.backward: SplitBackward | None = None
         self.forward_graph: fx.GraphModule | None = None
 
@@ -65,6 +68,8 @@ class Compilation:
         if arguments.get("is_backward"):
             return self._backward(partial(_compat.inductor_piece, arguments=arguments), gm, inputs)
         self._look_at_forward(gm)
+        if not self._settings.compile_pieces:
+            return _interpret(gm, inputs)
         return _compat.inductor_inner_compile(gm, inputs, **arguments)
 
     def _forward(self, inner: PieceCompiler, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -73,6 +78,7 @@ class Compilation:
 
     def _look_at_forward(self, gm: fx.GraphModule) -> None:
         self._forward_outputs = _compat.output_descriptors(gm)
+        self._forward_work = graph_work(gm)
         if self._settings.keep_graphs:
             self.forward_graph = _compat.copy_graph(gm)
 
@@ -93,7 +99,7 @@ class Compilation:
         )
         mutated = _compat.mutated_inputs()
         _compat.forbid_donation()
-        if not settings.run_backward:
+        if not settings.compile_pieces:
             backward = SplitBackward(rewritten.program, (), mutated)
         elif settings.split or not rewritten.plan.buckets:
             backward = SplitBackward(rewritten.program, [_compile(inner, piece) for piece in rewritten.pieces], mutated)
@@ -104,6 +110,7 @@ class Compilation:
             # settings live in a context of their own per thread: autograd's CUDA threads see none of this one's
             again = _compat.saved_context()
             backward.local = partial(copy_context().run, _compile_later, again, inner, rewritten.pieces)
+        backward.outline = replace(rewritten.outline, forward=self._forward_work)
         if settings.keep_graphs:
             backward.rewritten = rewritten
         return backward.announce()

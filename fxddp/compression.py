@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import _compat
+from . import _compat, ranges
 from .channel import Failed
 from .packing import places_in
 from .passes.compress import narrows
@@ -285,6 +285,8 @@ class Travelling:
         self._failed = failed
         self._round: Round | None = None
         self._abandoned = False
+        self._range = ranges.current()
+        self._count = 0
         self._next()
         if self._round is not None:
             group.count(len(self._round.works) + self._round.more)
@@ -294,9 +296,11 @@ class Travelling:
     @torch.no_grad()
     def _next(self) -> None:
         try:
-            self._round = next(self._rounds, None)
+            with ranges.step(self._range, f"round{self._count}"):
+                self._round = next(self._rounds, None)
         except Exception as error:
             raise self._failed(error) from error
+        self._count += 1
 
     def settle(self, timeout: timedelta | None = None) -> None:
         """Starts all that is left to start; see Note [rounds]."""
@@ -319,6 +323,11 @@ class Travelling:
             if not self._abandoned:
                 self._next()
 
+    def is_completed(self) -> bool:
+        """Whether the last collective is over."""
+        last = self._round
+        return last is None or (not last.more and all(work.is_completed() for work in last.works))
+
     def abandon(self) -> None:
         """Has no further collective started: its backward failed."""
         if not self._abandoned and self._round is not None and self._round.more:
@@ -337,10 +346,12 @@ class Codec(ABC):
 
     Attributes:
         wire: the dtype to which compiled code casts wider buckets, or None.
+        steps: collectives it starts itself for a bucket that it makes smaller; "" for those of the backend.
         memory: what is known of each parameter.
     """
 
     wire: torch.dtype | None = None
+    steps: str = ""
 
     def __init__(self) -> None:
         self.memory = Memory()

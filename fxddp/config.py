@@ -26,7 +26,7 @@ CODECS = (PowerSGD, Int8, Adaptive)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `fxddp.backend` was asked for; sizes in bytes."""
+    """What `fxddp.backend` was asked for; sizes in bytes. Without `compile_pieces` graphs are planned, not compiled."""
 
     cap: int
     first_cap: int
@@ -46,7 +46,7 @@ class Settings:
     lanes: tuple[dist.ProcessGroup, ...] = ()
     mesh: DeviceMesh | None = None
     caps: tuple[int, ...] = ()
-    run_backward: bool = True
+    compile_pieces: bool = True
 
     @property
     def inductor(self) -> bool:
@@ -233,7 +233,7 @@ OWN_OPTIONS = (
     *(
         f.name
         for f in fields(Settings)
-        if f.name not in ("cap", "first_cap", "caps", "codec", "options", "run_backward")
+        if f.name not in ("cap", "first_cap", "caps", "codec", "options", "compile_pieces")
     ),
     "first_bucket_mb",
 )

@@ -156,7 +156,6 @@ class Members(nn.parallel.DistributedDataParallel):
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_to_be_wrapped(parent: nn.Module, _: str, child: nn.Module | None) -> None:
     """Torch's own wrapper around a module that averages its gradients already would average them again, and wait."""
     stock_wrapper = isinstance(parent, nn.parallel.DistributedDataParallel)

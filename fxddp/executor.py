@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import _compat
+from . import _compat, ranges
 from .passes.plan import Bucket
 from .passes.split import Program
 
@@ -121,7 +121,7 @@ def run_pieces(
     inputs: list[Any],
     scale: float,
     on_bucket: Callable[[Bucket, Tensor, Tensor | None], None],
-    on_piece: Callable[[], None] | None = None,
+    on_piece: Callable[[], int] | None = None,
 ) -> list[Any]:
     """Runs the pieces in order and hands each packed bucket to `on_bucket` as soon as it is there.
 
@@ -136,13 +136,12 @@ def run_pieces(
     inputs.clear()
     values += [None] * (program.slots - len(values))
     buckets = program.plan.buckets
-    for piece, step in zip(pieces, program.steps, strict=True):
-        if on_piece is not None:
-            on_piece()
+    for k, (piece, step) in enumerate(zip(pieces, program.steps, strict=True)):
+        number = k if on_piece is None else on_piece()
         arguments = [values[slot] for slot in step.inputs]
         for slot in step.dead:
             values[slot] = None
-        results = piece(arguments)
+        results = ranges.run_piece(piece, arguments, number) if _compat.profiling() else piece(arguments)
         for slot, result in zip(step.outputs, results, strict=True):
             values[slot] = result
         del results

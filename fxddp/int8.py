@@ -40,6 +40,8 @@ class Int8(Codec):
         ValueError: an argument is not allowed.
     """
 
+    steps = "all-to-all, all-gather"
+
     def __init__(self, block: int = 256, *, use_error_feedback: bool = True) -> None:
         super().__init__()
         whole("block", block, least=8, multiple=8)

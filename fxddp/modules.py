@@ -67,6 +67,19 @@ class Modules:
             found.setdefault(id(tensor), (name, tensor))
         return list(found.values())
 
+    def tied(self) -> dict[str, tuple[str, ...]]:
+        """The further names of parameters that have several, by the name `tensors` gives."""
+        found: dict[str, tuple[str, ...]] = {}
+        first = {id(tensor): name for name, tensor in self.tensors()}
+        for module in self._alive():
+            names: dict[int, list[str]] = {}
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), []).append(name)
+            for identity, same in names.items():
+                if len(same) > 1 and first[identity] in same:
+                    found[first[identity]] = tuple(name for name in same if name != first[identity])
+        return found
+
     def used_before(self, owners_of: Mapping[int, str], begins: Iterable[Kind]) -> set[int]:
         """Tensors without a gradient that may have been computed with when a graph runs, by id.
 

@@ -13,6 +13,7 @@ from . import _compat
 from .call import COMPILED_AUTOGRAD, Binding, Bindings, Call, getter
 from .compiler import Compilation
 from .modules import beginning
+from .passes.outline import Source
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -27,11 +28,13 @@ class Inputs:
         names: qualified names of parameters and buffers.
         trained: (fake) parameters that require grad.
         buffers: positions of buffers.
+        broken_by: why and where Dynamo ended the graph before the end of its frame, if it did.
     """
 
     names: Mapping[int, str]
     trained: Mapping[int, Tensor]
     buffers: tuple[int, ...]
+    broken_by: tuple[str, Source | None] | None = None
 
 
 class Site:
@@ -42,6 +45,7 @@ class Site:
         trained: positions of the parameters that require grad.
         compilation: what was compiled.
         graph: the Dynamo graph, if graphs are kept.
+        broken_by: as in `Inputs`.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Site:
         self.trained = tuple(inputs.trained)
         self.compilation = compilation
         self.graph = graph
+        self.broken_by = inputs.broken_by
         self._compiled = compiled
         self._begins = beginning()
         self._bindings = Bindings(self.trained)
@@ -173,7 +178,9 @@ def inspect(
             trained[position] = value
     often = Counter(named.values())  # more than once for several models of one class
     unique = {p: f"{roots[p]}.{name}" if often[name] > 1 else name for p, name in named.items()}
-    return Inputs(unique, trained, tuple(buffers))
+    reason = _compat.graph_break(gm)
+    broken_by = None if reason is None else (reason[0], Source(*reason[1]) if reason[1] else None)
+    return Inputs(unique, trained, tuple(buffers), broken_by)
 
 
 def root(source: str) -> str:

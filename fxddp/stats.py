@@ -1,10 +1,33 @@
 """What happened in the last backwards: a log of events that costs little enough to be always on."""
 
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 from time import perf_counter
+from typing import Any, Protocol
 
 KEPT_BACKWARDS = 64
+
+
+@dataclass(slots=True)
+class BucketRecord:
+    """One all-reduce of one bucket; times in seconds of `time.perf_counter`.
+
+    Attributes:
+        nbytes: bytes of the bucket, as gradients.
+        launched: when it was launched.
+        arrived: when it was first seen to be complete, which is looked for at each piece, launch and wait; None if it
+            was not seen, as where the processor runs ahead of a GPU.
+        waits: when the wait for it began.
+        waited: how long that took: what nothing hid.
+    """
+
+    nbytes: int
+    launched: float
+    arrived: float | None = None
+    waits: float = 0.0
+    waited: float = 0.0
 
 
 @dataclass(slots=True)
@@ -23,6 +46,7 @@ class BackwardRecord:
         uncovered_launches: all-reduces launched for them.
         events: (what, index, seconds of `time.perf_counter`), in order: "piece", "launch" and "wait", and for buckets
             outside of the graphs "launch outside" and "wait outside". Each kind is numbered through the whole backward.
+        buckets: when each bucket of a graph travelled.
         begin: when it began, in seconds of `time.perf_counter`.
         end: when every `.grad` was there.
     """
@@ -36,18 +60,32 @@ class BackwardRecord:
     uncovered_bytes: int = 0
     uncovered_launches: int = 0
     events: list[tuple[str, int, float]] = field(default_factory=list)
+    buckets: list[BucketRecord] = field(default_factory=list)
     begin: float = field(default_factory=perf_counter)
     end: float = 0.0
+    _travelling: deque[tuple[BucketRecord, Callable[[], bool]]] = field(
+        default_factory=deque, repr=False, compare=False
+    )
 
-    def piece(self) -> None:
-        """Notes that a piece starts."""
-        self.events.append(("piece", self.pieces, perf_counter()))
+    def piece(self) -> int:
+        """Notes that a piece starts; returns its number."""
+        now = perf_counter()
+        self.events.append(("piece", self.pieces, now))
+        self.look(now)
         self.pieces += 1
+        return self.pieces - 1
 
-    def launch(self, nbytes: int) -> int:
-        """Notes that a bucket was launched; returns its number."""
+    def launch(self, nbytes: int, work: Any = None) -> int:
+        """Notes that a bucket was launched, and the work to watch; returns its number."""
         index = self.launches
-        self.events.append(("launch", index, perf_counter()))
+        now = perf_counter()
+        self.events.append(("launch", index, now))
+        self.look(now)
+        bucket = BucketRecord(nbytes, now)
+        self.buckets.append(bucket)
+        is_completed = getattr(work, "is_completed", None)
+        if is_completed is not None:
+            self._travelling.append((bucket, is_completed))
         self.launches += 1
         self.bytes += nbytes
         return index
@@ -65,7 +103,32 @@ class BackwardRecord:
 
     def wait(self, index: int, *, outside: bool = False) -> None:
         """Notes that the wait for a bucket starts."""
-        self.events.append(("wait outside" if outside else "wait", index, perf_counter()))
+        now = perf_counter()
+        self.events.append(("wait outside" if outside else "wait", index, now))
+        self.look(now)
+        if not outside:
+            self.buckets[index].waits = now
+
+    def waited(self, index: int) -> None:
+        """Notes that the wait for a bucket is over."""
+        now = perf_counter()
+        bucket = self.buckets[index]
+        bucket.waited = now - bucket.waits
+        if bucket.arrived is None and self._travelling and self._travelling[0][0] is bucket:
+            if self._travelling[0][1]():
+                bucket.arrived = now
+            self._travelling.popleft()
+
+    def close(self) -> None:
+        """Notes the end, and keeps no work alive."""
+        self.end = perf_counter()
+        self.look(self.end)
+        self._travelling.clear()
+
+    def look(self, now: float) -> None:
+        """Notes which buckets have arrived; they do so in the order in which they were launched."""
+        while self._travelling and self._travelling[0][1]():
+            self._travelling.popleft()[0].arrived = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +145,105 @@ class Stats:
             raise RuntimeError("no backward has run through this backend yet")
         return self.backwards[-1]
 
+    @property
+    def buckets(self) -> "tuple[BucketStats, ...]":
+        """Means over the newest synchronised backwards that launched the same buckets as the last of them."""
+        records = self._alike()
+        return tuple(_bucket_stats(i, same) for i, same in enumerate(zip(*(r.buckets for r in records), strict=True)))
+
+    @property
+    def waited(self) -> float:
+        """Mean seconds that a backward waited for its buckets: what nothing hid."""
+        return sum(bucket.waited for bucket in self.buckets)
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the time buckets travelled in which something was computed; None if none was seen to arrive."""
+        travelled = sum(map(_travelled, self._alike()))
+        waited = sum(bucket.waited for record in self._alike() for bucket in record.buckets)
+        return max(0.0, 1 - waited / travelled) if travelled else None
+
+    def _alike(self) -> list[BackwardRecord]:
+        records = [record for record in self.backwards if record.sync and record.buckets]
+        layout = [bucket.nbytes for bucket in records[-1].buckets] if records else []
+        return [record for record in records if [bucket.nbytes for bucket in record.buckets] == layout]
+
+    def scalars(self) -> Iterator[tuple[str, float]]:
+        """Figures by name, for a dashboard."""
+        yield "fxddp/waited_seconds", self.waited
+        if self.overlap is not None:
+            yield "fxddp/overlap", self.overlap
+        for bucket in self.buckets:
+            yield f"fxddp/bucket{bucket.index}/waited_seconds", bucket.waited
+            if bucket.seconds is not None:
+                yield f"fxddp/bucket{bucket.index}/seconds", bucket.seconds
+            if bucket.bandwidth is not None:
+                yield f"fxddp/bucket{bucket.index}/bytes_per_second", bucket.bandwidth
+        if self.backwards:
+            yield "fxddp/uncovered_bytes", self.last.uncovered_bytes
+
+    def write(self, writer: "Writer", step: int) -> None:
+        """Hands `scalars` to a `torch.utils.tensorboard.SummaryWriter`, or whatever has its `add_scalar`."""
+        for name, value in self.scalars():
+            writer.add_scalar(name, value, step)
+
+    def __str__(self) -> str:
+        lines = [f"{self.total} backwards; {1e3 * self.waited:.3g} ms waited in each"]
+        if self.overlap is not None:
+            lines[0] += f", {self.overlap:.0%} of the sending overlapped"
+        for b in self.buckets:
+            seconds = "–" if b.seconds is None else f"{1e3 * b.seconds:.3g} ms"
+            speed = "–" if b.bandwidth is None else f"{b.bandwidth / 1e9:.3g} GB/s"
+            lines.append(f"  bucket {b.index}: {b.nbytes} bytes in {seconds}, {speed}, waited {1e3 * b.waited:.3g} ms")
+        return "\n".join(lines)
+
+
+class Writer(Protocol):
+    """What `Stats.write` writes to."""
+
+    def add_scalar(self, name: str, value: float, step: int, /) -> Any:
+        """Adds one value to a curve."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketStats:
+    """Means of one bucket over several backwards.
+
+    Attributes:
+        index: its number in the backward.
+        nbytes: bytes of the bucket, as gradients.
+        seconds: from launch to arrival; None if it was never seen to arrive.
+        waited: seconds in which the backward waited for it.
+        bandwidth: bytes of the bucket per second of that; by a ring, 2(N-1)/N times as much crosses each link, or less,
+            if they are compressed.
+    """
+
+    index: int
+    nbytes: int
+    seconds: float | None
+    waited: float
+
+    @property
+    def bandwidth(self) -> float | None:
+        """See the class."""
+        return self.nbytes / self.seconds if self.seconds else None
+
+
+def _bucket_stats(index: int, same: Sequence[BucketRecord]) -> BucketStats:
+    seconds = [bucket.arrived - bucket.launched for bucket in same if bucket.arrived is not None]
+    waited = mean(bucket.waited for bucket in same)
+    return BucketStats(index, same[0].nbytes, mean(seconds) if seconds else None, waited)
+
+
+def _travelled(record: BackwardRecord) -> float:
+    """Seconds in which at least one bucket was under way."""
+    total, until = 0.0, 0.0
+    for bucket in record.buckets:
+        if bucket.arrived is not None:
+            total += max(0.0, bucket.arrived - max(until, bucket.launched))
+            until = max(until, bucket.arrived)
+    return total
+
 
 class EventLog:
     """Collects the records of a backend."""
@@ -93,7 +255,7 @@ class EventLog:
 
     def add(self, record: BackwardRecord) -> None:
         """Keeps a backward that is over."""
-        record.end = perf_counter()
+        record.close()
         self._records.append(record)
         self._total += 1
         self.synchronised += record.sync

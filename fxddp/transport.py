@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _compat
+from . import _compat, ranges
 
 if TYPE_CHECKING:
     from .config import Settings
@@ -43,9 +43,6 @@ class Transport(Protocol):
             counts: whether what ranks announce says that it was started.
         """
 
-    def describe(self, index: int) -> str:
-        """The groups and steps of a bucket, in words."""
-
 
 class OneGroup:
     """An all-reduce on the backend's own group."""
@@ -56,10 +53,6 @@ class OneGroup:
     def start(self, tensor: Tensor, index: int, *, counts: bool = True) -> Any:
         """As in `Transport`."""
         return self._group.all_reduce(tensor, counts=counts)
-
-    def describe(self, index: int) -> str:
-        """As in `Transport`."""
-        return "all-reduce"
 
 
 class Lanes:
@@ -72,10 +65,6 @@ class Lanes:
     def start(self, tensor: Tensor, index: int, *, counts: bool = True) -> Any:
         """As in `Transport`."""
         return self._group.all_reduce(tensor, self._lanes[index % len(self._lanes)], counts=counts)
-
-    def describe(self, index: int) -> str:
-        """As in `Transport`."""
-        return f"all-reduce over group {index % len(self._lanes)}"
 
 
 Stage = Callable[["Staged"], Any]
@@ -90,6 +79,7 @@ class Staged:
         part: this rank's part of it.
         entered: stages entered so far.
         work: of the stage entered last, until it was left.
+        range: its range in a profile.
     """
 
     def __init__(self, line: "Stages", flat: Tensor, parts: int) -> None:
@@ -100,6 +90,7 @@ class Staged:
         self.part = self.tensor.new_empty(self.tensor.numel() // parts)
         self.entered = 0
         self.work: Any = None
+        self.range = ranges.current()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Waits until the bucket holds the sum.
@@ -108,6 +99,10 @@ class Staged:
             RuntimeError: a step failed, or "timed out".
         """
         self._line.arrive(self, timeout)
+
+    def is_completed(self) -> bool:
+        """Whether it has left the last stage."""
+        return not self._line.holds(self)
 
     def finish(self) -> None:
         """Puts the sum into the bucket."""
@@ -144,9 +139,9 @@ class Stages:
         self._move()
         return bucket
 
-    def describe(self, index: int) -> str:
-        """As in `Transport`."""
-        return ", ".join(self._names)
+    def holds(self, bucket: Staged) -> bool:
+        """Whether a bucket is still on its way."""
+        return bucket in self._line
 
     def arrive(self, bucket: Staged, timeout: timedelta | None) -> None:
         """Waits until a bucket has left the last stage."""
@@ -169,7 +164,8 @@ class Stages:
                     self._line.remove(bucket)
                 if bucket.entered >= limit:
                     break
-                bucket.work = self._stages[bucket.entered](bucket)
+                with ranges.step(bucket.range, self._names[bucket.entered]):
+                    bucket.work = self._stages[bucket.entered](bucket)
                 bucket.entered += 1
             limit = bucket.entered
 
@@ -177,9 +173,9 @@ class Stages:
         before = torch.cuda.current_stream()
         if not self._streams:
             self._streams = [torch.cuda.Stream() for _ in self._stages]
-        for stage, stream in zip(self._stages, self._streams, strict=True):
+        for name, stage, stream in zip(self._names, self._stages, self._streams, strict=True):
             stream.wait_stream(before)
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), ranges.step(bucket.range, name):
                 stage(bucket).wait()
             before = stream
         return OnStream(bucket, before.record_event())
@@ -196,6 +192,10 @@ class OnStream:
         """Has the current stream wait until the bucket holds the sum."""
         torch.cuda.current_stream().wait_event(self._done)
         self._bucket.finish()
+
+    def is_completed(self) -> bool:
+        """Whether the last step is over."""
+        return bool(self._done.query())
 
 
 def _ring(group: "Group") -> Stages:
@@ -218,9 +218,9 @@ def _hierarchical(group: "Group", mesh: DeviceMesh) -> Stages:
         group,
         node,
         {
-            f"reduce-scatter inside ({node} ranks)": lambda b: _compat.reduce_scatter(inside, b.part, b.tensor),
-            f"all-reduce across ({mesh.size(0)} ranks)": lambda b: group.all_reduce(b.part, across, counts=False),
-            f"all-gather inside ({node} ranks)": lambda b: _compat.all_gather(back, b.tensor, b.part),
+            "reduce-scatter inside": lambda b: _compat.reduce_scatter(inside, b.part, b.tensor),
+            "all-reduce across": lambda b: group.all_reduce(b.part, across, counts=False),
+            "all-gather inside": lambda b: _compat.all_gather(back, b.tensor, b.part),
         },
     )
 
@@ -236,3 +236,22 @@ def make_transport(settings: "Settings", group: "Group") -> Transport:
         assert settings.mesh is not None
         return _hierarchical(group, settings.mesh)
     return Lanes(group, settings.lanes) if settings.lanes else OneGroup(group)
+
+
+def describe(settings: "Settings", index: int | None = None) -> str:
+    """The groups and steps of a bucket, in words; needs no group.
+
+    Args:
+        settings: of the backend.
+        index: as `Transport.start` takes it; None for any bucket.
+    """
+    if settings.algorithm == "ring":
+        return "reduce-scatter, all-gather"
+    if settings.mesh is not None:
+        nodes, node = settings.mesh.size(0), settings.mesh.size(1)
+        inside, across = f"inside ({node} ranks)", f"across ({nodes} ranks)"
+        return f"reduce-scatter {inside}, all-reduce {across}, all-gather {inside}"
+    if settings.lanes:
+        count = len(settings.lanes)
+        return f"all-reduce over group {'0 to ' * (index is None)}{count - 1 if index is None else index % count}"
+    return "all-reduce"

@@ -212,7 +212,7 @@ def _is_plain(parameter: Tensor) -> bool:
 
 def refuse_subclass(parameter: Tensor, name: str) -> None:
     """Raises for parameters that another library shards or wraps."""
-    if not _is_plain(parameter):
+    if not (_is_plain(parameter) or _compat.is_fake(parameter)):
         raise RuntimeError(
             f"parameter {name or tuple(parameter.shape)} is a {type(parameter).__name__}: fxddp reduces plain "
             f"parameters, and a "

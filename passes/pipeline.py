@@ -14,6 +14,7 @@ from .bucketing import plan_buckets
 from .compress import compress
 from .gradients import find_gradients
 from .layout import lay_out
+from .outline import Outline, outline, with_pieces
 from .plan import BucketPlan
 from .schedule import schedule
 from .split import Program, bind_symbols, split
@@ -36,14 +37,14 @@ class Rewritten:
     """A backward graph after the passes: the whole graph, and the split form with its pieces.
 
     Attributes:
-        nodes: names of the nodes before the passes, in order; `GradSpec.ready` counts in it.
+        outline: what is worth telling about both.
     """
 
     gm: fx.GraphModule
-    nodes: tuple[str, ...]
     plan: BucketPlan
     program: Program
     pieces: tuple[fx.GraphModule, ...]
+    outline: Outline
     history: list[PassRecord] = field(default_factory=list)
 
 
@@ -84,10 +85,10 @@ def rewrite_backward(
     if inputs is not None:
         lay_out(gm, inputs)
     start = time.perf_counter()
-    nodes = tuple(node.name for node in gm.graph.nodes)
     before = snapshot(gm)
     grads = find_gradients(gm, parameters=parameters, forward_outputs=forward_outputs)
     plan = plan_buckets(grads, cap=cap, first_cap=first_cap, caps=caps)
+    told = outline(gm, plan)
     record("plan", start)
     rewrites: list[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]] = [
         ("insert_allreduce", lambda g: insert_allreduce(g, plan=plan, group_name=group_name)),
@@ -103,5 +104,6 @@ def rewrite_backward(
     start = time.perf_counter()
     program, pieces = split(gm, plan=plan)
     verify_program(program, outputs=len(before))
+    told = with_pieces(told, pieces)
     record("split", start)
-    return Rewritten(gm, nodes, plan, program, pieces, history)
+    return Rewritten(gm, plan, program, pieces, told, history)

@@ -453,3 +453,20 @@ def test_checkpoints_have_the_plain_names(part: bool):
         assert all(torch.equal(plain.state_dict()[n], other[prefix + middle + n]) for n in plain.state_dict())
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({})
+
+
+def test_a_model_that_slices_its_modules_stays_one_graph():
+    """A slice of a ModuleList is a module being set while Dynamo traces: what fxddp does there must be traceable."""
+
+    class Sliced(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers[:2]:
+                x = layer(x)
+            return x
+
+    torch._dynamo.reset()
+    torch.compile(Sliced(), backend=fxddp.backend(inner="aot_eager"), fullgraph=True)(torch.randn(2, 4))

@@ -1,8 +1,11 @@
 """`fxddp.explain`: what it says about a model, before and while it trains, without a process group."""
 
+import itertools
+import json
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import fxddp
+from fxddp.explain import Size, units
+from fxddp.explain.diff import changes
+from fxddp.explain.text import text
+from fxddp.explain.timeline import Steps, computed, exposed, length, simulate
+from fxddp.passes.cost import Network
 
 
 class Odd(nn.Module):
@@ -35,7 +43,25 @@ class Net(nn.Module):
         self.idle = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fixed(self.outer(self.odd(self.norm(self.inner(x)))))
+        x = self.norm(self.inner(x))
+        x = self.odd(x)
+        return self.fixed(self.outer(x))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.tokens(x))
+
+
+def line(text: str) -> int:
+    """Where this file says so first."""
+    return next(i for i, found in enumerate(Path(__file__).read_text().splitlines(), 1) if text in found)
 
 
 @pytest.fixture(autouse=True)
@@ -43,33 +69,105 @@ def _fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-def explain(model: nn.Module, world_size: int | None = None) -> fxddp.Explanation:
-    return fxddp.explain(model, torch.randn(6, 8), world_size=world_size, bucket_mb=0.001, inner="aot_eager")
+def explain(model: nn.Module, world_size: int | None = None, **arguments) -> fxddp.Explanation:
+    arguments = {"bucket_mb": 0.001, "inner": "aot_eager", **arguments}
+    return fxddp.explain(model, torch.randn(6, 8), world_size=world_size, **arguments)
 
 
 def test_every_parameter_is_accounted_for_once() -> None:
     model = Net()
     found = explain(model, world_size=64)
-    packed = [row.name for graph in found.graphs for bucket in graph.plan.buckets for row in graph.rows(bucket)]
+    packed = [name for bucket in found.buckets for name in bucket.names]
     names = [name for name, _ in model.named_parameters()]
+    assert [parameter.name for parameter in found.parameters] == names
     assert sorted([*packed, *found.frozen, *found.uncovered]) == sorted(names)
     assert set(packed) == {f"{m}.{p}" for m in ("inner", "norm", "outer") for p in ("weight", "bias")}
     assert found.frozen == ("fixed.weight", "fixed.bias")
-    assert "eager" in found.uncovered["odd.linear.weight"]
-    assert "not used" in found.uncovered["idle.bias"]
+    states = {parameter.name: parameter.state for parameter in found.parameters}
+    assert states["odd.linear.weight"] == "eager"
+    assert states["idle.bias"] == "unused"
+    assert found.nbytes == sum(p.nbytes for n, p in model.named_parameters() if n in packed)
+    assert all(
+        (p.graph, p.bucket) in {(b.graph, b.index) for b in found.buckets if p.name in b.names}
+        for p in found.parameters
+        if p.state == "bucket"
+    )
+
+
+def test_it_knows_the_line_of_the_model_behind_every_gradient() -> None:
+    found = explain(Net())
+    first, last = line("x = self.norm(self.inner(x))"), line("return self.fixed(self.outer(x))")
+    for bucket in found.buckets:
+        for gradient in bucket.gradients:
+            assert gradient.source is not None
+            assert gradient.source.file == __file__
+            assert gradient.source.line == (last if gradient.name.startswith("outer") else first)
+    assert "self.norm(self.inner(x))" in str(found)
+
+
+def test_a_graph_break_comes_with_dynamos_reason_and_the_line() -> None:
+    found = explain(Net())
+    (broken,) = found.breaks
+    assert "torch.compiler.disable" in broken.reason
+    where = line("x = self.odd(x)")
+    assert broken.source is not None
+    assert (broken.source.file, broken.source.line) == (__file__, where)
+    for parameter in found.parameters:
+        if parameter.state == "eager":
+            assert parameter.source == broken.source
+            assert broken.reason in parameter.reason
+    assert f"test_explain.py:{where}  x = self.odd(x)" in str(found)
+    assert found.graphs[0].broken_by == broken
+    assert found.graphs[1].broken_by is None
+
+
+class Looped(nn.Module):
+    """Dynamo compiles nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Odd(8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_break_before_any_graph_is_told_as_well() -> None:
+    found = explain(Looped())
+    assert found.graphs == ()
+    (broken,) = found.breaks
+    assert "torch.compiler.disable" in broken.reason
+    assert broken.source is not None
+    assert broken.source.line == line("x = layer(x)")
+    assert {(parameter.state, parameter.source) for parameter in found.parameters} == {("eager", broken.source)}
+    assert "x = layer(x)" in str(found)
 
 
 def test_the_report_shows_the_numbers_of_the_plan() -> None:
     found = explain(Net(), world_size=64)
-    text = str(found)
-    assert "64 ranks" in text
-    assert len(re.findall(r"^ +\d+ .*float32 +cpu", text, re.MULTILINE)) == sum(
-        len(g.plan.buckets) for g in found.graphs
-    )
-    sent = 2 * 63 * found.nbytes // 64
-    assert f"{sent / 1024:.4g} KiB a step" in text
+    shown = str(found)
+    assert "64 ranks" in shown
+    assert len(re.findall(r"^ +\d+ .*float32 +piece", shown, re.MULTILINE)) == len(found.buckets) == 3
+    assert f"{2 * 63 * found.nbytes / 64 / 1024:.4g} KiB a step" in shown
     for name in ("inner.weight", "odd.linear.weight", "fixed.bias", "idle.weight"):
-        assert name in text
+        assert name in shown
+    assert units.duration(found.seconds) in shown
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_the_report_fits_its_width(width: int) -> None:
+    assert max(map(len, text(explain(Net(), world_size=8), width).splitlines())) <= width
+
+
+def test_a_long_report_is_cut_in_the_middle() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(60)))
+    found = explain(model, bucket_mb=0.0001)
+    assert len(found.buckets) > 50
+    shown = str(found)
+    assert shown.count("waits for") == 24
+    assert f"({len(found.buckets) - 24} more)" in shown
 
 
 @pytest.mark.parametrize(
@@ -91,25 +189,117 @@ def test_the_report_shows_the_numbers_of_the_plan() -> None:
 )
 def test_it_shows_what_travels(hook: Any, wire_bytes: Callable[..., int]) -> None:
     found = fxddp.explain(Net(), torch.randn(6, 8), world_size=3, inner="aot_eager", comm_hook=hook)
-    shapes = [[grad.shape for grad in bucket.grads] for graph in found.graphs for bucket in graph.plan.buckets]
+    shapes = [[gradient.shape for gradient in bucket.gradients] for bucket in found.buckets]
     expected = sum(wire_bytes(bucket, 3) for bucket in shapes)
     assert found.wire_bytes == expected
-    assert f"{2 * 2 * expected // 3 / 1024:.4g} KiB a step" in str(found)
-    assert (f"compressed by {hook} to {expected / 1024:.4g} KiB" in str(found)) is (hook is not None)
+    assert f"{2 * 2 * expected / 3 / 1024:.4g} KiB a step" in str(found)
+    shown = " ".join(str(found).split())
+    assert (f"compressed by {hook} to {expected / 1024:.4g} KiB" in shown) is (hook is not None)
+
+
+def test_what_travels_is_what_takes_time() -> None:
+    slow = {"world_size": 64, "bandwidth": "1Mbit/s", "latency": 0}
+    plain, half = explain(Net(), **slow), explain(Net(), comm_hook="bf16", **slow)
+    for one, other in zip(plain.buckets, half.buckets, strict=True):
+        assert (one.nbytes, one.wire_bytes) == (other.nbytes, 2 * other.wire_bytes)
+        assert one.predicted == pytest.approx(2 * other.predicted)
+    late = [[span.seconds for span in found.timeline if span.kind == "uncovered"] for found in (plain, half)]
+    assert late[0] == pytest.approx([2 * seconds for seconds in late[1]])
+    for mib, other_mib in zip(plain.sizes, half.sizes, strict=True):
+        assert mib.exposed == pytest.approx(2 * other_mib.exposed, rel=0.01)
+
+
+def test_it_tells_the_steps_of_every_bucket() -> None:
+    model = Net()
+    found = explain(model, 64, algorithm="ring", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert {bucket.route for bucket in found.buckets} == {"reduce-scatter, all-gather, then SGD"}
+    assert str(found).count("travels by reduce-scatter, all-gather, then SGD") == len(found.buckets)
+    assert "algorithm=ring, parameters updated by SGD when their bucket has arrived" in str(found)
+    assert (found.settings["algorithm"], found.settings["optimizer"]) == ("ring", "SGD")
+    assert any("SGD" in note for note in found.notes)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert {bucket.route for bucket in explain(Net(), 64).buckets} == {"all-reduce"}
+    assert "travels by" not in str(explain(Net(), 64))
+    small = explain(Net(), 64, comm_hook=fxddp.Int8(block=8))
+    routes = {bucket.route: bucket.wire_bytes < bucket.nbytes for bucket in small.buckets}
+    assert routes == {"all-to-all, all-gather": True, "all-reduce": False}
+
+
+def some_hook(state: object, bucket: Any) -> Any:
+    raise NotImplementedError
+
+
+def test_it_tells_what_was_registered_later() -> None:
+    model = torch.compile(nn.Linear(8, 8), backend=fxddp.backend(inner="aot_eager"))
+    backend = fxddp.backend_of(model)
+    model(torch.randn(6, 8))
+    backend.register_comm_hook(None, some_hook)
+    backend.register_optimizer(torch.optim.Adam(model.parameters()))
+    for found in (fxddp.explain(model, world_size=2), fxddp.explain(model, torch.randn(6, 8), world_size=2)):
+        assert [bucket.route for bucket in found.buckets] == ["hook some_hook, then Adam"]
+        assert "comm_hook=some_hook, parameters updated by Adam" in str(found)
+        assert any("some_hook" in note for note in found.notes)
+    other = fxddp.explain(model, torch.randn(6, 8), world_size=2, comm_hook="fp16")
+    assert [bucket.route for bucket in other.buckets] == ["all-reduce, then Adam"]
 
 
 def test_it_holds_the_graphs_and_what_each_pass_did() -> None:
     graph = explain(Net()).graphs[0]
-    assert graph.dynamo is not None
-    assert graph.forward is not None
-    assert graph.backward is not None
+    for code in (graph.dynamo, graph.forward, graph.backward):
+        assert "def forward(self" in code
     assert [entry.name for entry in graph.passes[:3]] == ["plan", "insert_allreduce", "schedule"]
-    assert "all_reduce" not in str(graph.passes[0].code)
-    assert str(graph.passes[1].code).count("_c10d_functional.all_reduce.default") == len(graph.plan.buckets)
-    assert len(graph.pieces) >= len(graph.plan.buckets)
+    assert "all_reduce" not in graph.passes[0].code
+    assert graph.passes[0].diff == ""
+    assert graph.passes[1].code.count("_c10d_functional.all_reduce.default") == len(graph.buckets)
+    added = [row for row in graph.passes[1].diff.splitlines() if row.startswith("+") and "all_reduce.default" in row]
+    assert len(added) == len(graph.buckets)
+    assert graph.passes[1].added == sum(row.startswith("+") for row in graph.passes[1].diff.splitlines()) > len(added)
+    assert len(graph.pieces) >= len(graph.buckets)
     assert not any("all_reduce" in piece.code for piece in graph.pieces)
-    rows = [row for bucket in graph.plan.buckets for row in graph.rows(bucket)]
-    assert all(graph.nodes[row.ready] == row.node for row in rows)
+    assert {piece.bucket for piece in graph.pieces} >= {bucket.index for bucket in graph.buckets}
+    for bucket in graph.buckets:
+        assert graph.pieces[bucket.piece].bucket == bucket.index
+        for gradient in bucket.gradients:
+            assert gradient.node in graph.passes[0].code
+
+
+def test_a_diff_gives_back_both_texts() -> None:
+    before = "\n".join(f"line {i}" for i in range(50))
+    after = before.replace("line 7\n", "line 7\nnew\n").replace("line 30\n", "").replace("line 44", "other")
+    rows = changes(before, after).splitlines()
+    assert [row for row in rows if row.startswith("+")] == ["+ new", "+ other"]
+    assert [row for row in rows if row.startswith("-")] == ["- line 30", "- line 44"]
+    assert changes(before, before) == ""
+    assert "+ moved" in changes("moved\na\nb\nc", "a\nb\nc\nmoved")
+
+
+def test_a_diff_of_long_texts_takes_no_time() -> None:
+    rows = [f"%{i} = op({i - 1})" for i in range(60_000)]
+    moved = rows[::3] + [row for i, row in enumerate(rows) if i % 3]
+    assert changes("\n".join(rows), "\n".join(moved)).count("\n") > 20_000
+
+
+def test_the_step_is_the_one_of_the_model() -> None:
+    """Counted by hand: N=2, 1000 bytes a second, no latency: an all-reduce of n bytes takes n/1000 seconds."""
+    network = Network(2, 1000, 0)
+    spans = simulate([Steps(1, ((2, 0, 5000), (1, 1, 1000), (3, None, 0)))], network, [2000])
+    sent = [(span.kind, span.index, span.start, span.end) for span in spans if span.lane == "network"]
+    assert sent == [("bucket", 0, 3, 8), ("bucket", 1, 8, 9), ("uncovered", 0, 9, 11)]
+    assert (computed(spans), length(spans)) == (7, 11)
+    assert [exposed(span, 7) for span in spans if span.lane == "network"] == [1, 1, 2]
+    assert [span.graph for span in simulate([Steps(1, ((1, None, 0),))] * 2, None)] == [0, 1, 1, 0]
+
+
+def test_what_is_exposed_adds_up() -> None:
+    found = explain(Net(), world_size=64, bandwidth="1Gbit/s", latency=0)
+    late = sum(span.seconds for span in found.timeline if span.kind == "uncovered")
+    assert found.seconds == pytest.approx(found.computing + found.exposed)
+    assert sum(bucket.exposed or 0 for bucket in found.buckets) + late == pytest.approx(found.exposed)
+    assert sum(piece.seconds for graph in found.graphs for piece in graph.pieces) == pytest.approx(
+        found.computing - sum(graph.forward_seconds for graph in found.graphs)
+    )
+    (bucket,) = (bucket for bucket in found.buckets if bucket.index == 0 and bucket.graph == 0)
+    assert bucket.predicted == pytest.approx(2 * 63 / 64 * bucket.nbytes / 125e6)
 
 
 def test_it_leaves_the_model_as_it_was() -> None:
@@ -117,12 +307,12 @@ def test_it_leaves_the_model_as_it_was() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(3)
     expected = torch.rand(())
-    torch.manual_seed(3)
-    x = torch.ones(6, 8)
-    fxddp.explain(model, x, inner="aot_eager")
-    assert torch.rand(()) == expected
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
+    for measure in (False, True):
+        torch.manual_seed(3)
+        fxddp.explain(model, torch.ones(6, 8), inner="aot_eager", measure=measure)
+        assert torch.rand(()) == expected
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 def test_it_plans_as_training_does() -> None:
@@ -132,33 +322,167 @@ def test_it_plans_as_training_does() -> None:
     compiled = torch.compile(model, backend=backend)
     compiled(torch.randn(6, 8)).sum().backward()
     trained = fxddp.explain(compiled)
-    assert [g.plan.digest() for g in trained.graphs] == [g.plan.digest() for g in planned.graphs]
-    assert str(fxddp.explain(backend)) == str(trained)
-    assert backend.plans == tuple(g.plan for g in trained.graphs)
+    assert [g.digest for g in trained.graphs] == [g.digest for g in planned.graphs]
+    assert [g.digest for g in trained.graphs] == [plan.digest() for plan in backend.plans]
+    assert trained.buckets == planned.buckets
     assert "no compiled graph so far" in trained.uncovered["odd.linear.weight"]
+    assert trained.graphs[0].backward == ""
+    assert trained.model == "Net"
 
 
 def test_a_compiled_model_with_inputs_keeps_its_own_settings() -> None:
     compiled = torch.compile(Net(), backend=fxddp.backend(0.002, first_bucket_mb=0.0005, inner="aot_eager"))
     found = fxddp.explain(compiled, torch.randn(6, 8), first_bucket_mb=0.001)
-    assert (found.settings.cap, found.settings.first_cap) == (int(0.002 * 2**20), int(0.001 * 2**20))
+    assert found.settings["bucket_mb"] == pytest.approx(0.002, rel=1e-3)
+    assert found.settings["first_bucket_mb"] == pytest.approx(0.001, rel=1e-3)
     assert fxddp.backend_of(compiled).sites == []
 
 
 def test_inductor_plans_without_compiling_the_pieces() -> None:
     found = fxddp.explain(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4), world_size=8)
-    assert found.graphs[0].plan.nbytes == 4 * (16 + 4)
+    assert found.graphs[0].nbytes == 4 * (16 + 4)
+
+
+def test_measured_times_are_those_of_the_pieces() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    found = fxddp.explain(model, torch.randn(512, 256), world_size=2, bucket_mb=0.3, inner="aot_eager", measure=True)
+    (graph,) = found.graphs
+    assert graph.measured is not None and 0 < graph.measured < 1
+    assert all(piece.measured is not None and 0 < piece.measured < 1 for piece in graph.pieces)
+    assert sum(piece.seconds for piece in graph.pieces) == pytest.approx(graph.seconds)
+    assert "measured" in str(found)
+
+
+def test_tied_parameters_are_one_with_several_names() -> None:
+    found = fxddp.explain(Tied(), torch.arange(4), inner="aot_eager")
+    assert found.tied == {"tokens.weight": ("head.weight",)}
+    assert [bucket.names for bucket in found.buckets] == [("tokens.weight",)]
+    assert "tied: tokens.weight = head.weight" in str(found)
+
+
+def test_a_model_without_data_and_a_device_that_is_not_there() -> None:
+    with torch.device("meta"):
+        model = Net()
+    planned = explain(Net(), world_size=8)
+    found = planned
+    for device in (None, "cuda"):
+        torch._dynamo.reset()
+        found = fxddp.explain(
+            model,
+            torch.empty(6, 8, device="meta"),
+            world_size=8,
+            bucket_mb=0.001,
+            inner="aot_eager",
+            device=device,
+        )
+        assert [graph.digest for graph in found.graphs] == [graph.digest for graph in planned.graphs]
+        assert {bucket.device for bucket in found.buckets} == {device or "cpu"}
+        assert [p.state for p in found.parameters] == [p.state for p in planned.parameters]
+    assert all(p.is_meta for p in model.parameters())
+    assert found.machine.flops > planned.machine.flops
+    assert found.graphs[0].pieces[0].flops == planned.graphs[0].pieces[0].flops
+    if not torch.backends.cuda.is_built():
+        assert "no cuda" in found.notes[0]
+
+
+def test_dynamic_sizes_are_told_as_expressions() -> None:
+    model, x = nn.Linear(8, 4), torch.randn(6, 8)
+    torch._dynamo.mark_dynamic(x, 0)
+    found = fxddp.explain(model, x, inner="aot_eager")
+    torch._dynamo.reset()
+    static = fxddp.explain(model, torch.randn(6, 8), inner="aot_eager")
+    assert "s" in found.graphs[0].pieces[0].cost
+    assert static.graphs[0].pieces[0].cost == ""
+    assert found.graphs[0].pieces[0].flops == static.graphs[0].pieces[0].flops
+
+
+def test_other_bucket_sizes_are_tried() -> None:
+    found = explain(Net(), world_size=8, bandwidth="1Gbit/s")
+    assert [size.bucket_mb for size in found.sizes] == sorted(size.bucket_mb for size in found.sizes)
+    (mine,) = (size for size in found.sizes if size.bucket_mb == found.settings["bucket_mb"])
+    assert mine.buckets == len(found.buckets)
+    again = explain(Net(), world_size=8, bandwidth="1Gbit/s", bucket_mb=0.25)
+    (other,) = (size for size in found.sizes if size.bucket_mb == 0.25)
+    assert isinstance(other, Size)
+    assert other.buckets == len(again.buckets)
+    assert other.exposed == pytest.approx(again.exposed, rel=0.2)
+
+
+def test_advice_has_figures() -> None:
+    found = explain(Net(), world_size=64, bandwidth="1Gbit/s")
+    said = "\n".join(found.advice)
+    assert "2 parameters (16.25 KiB) are used outside of the graphs" in said
+    assert "is latency" in said
+    assert f"{units.duration(found.exposed)} of sending" in said
+
+
+def test_a_report_survives_json() -> None:
+    found = explain(Net(), world_size=64)
+    again = fxddp.Explanation.from_dict(json.loads(found.to_json(code=True)))
+    assert again == found
+    short = json.loads(found.to_json())
+    assert short["schema"] == 1
+    assert short["graphs"][0]["buckets"][0]["gradients"][0]["name"] == found.buckets[0].gradients[0].name
+    assert short["graphs"][0]["passes"][1]["code"] == short["graphs"][0]["forward"] == ""
+    assert str(fxddp.Explanation.from_dict(short)) == str(found)
+    with pytest.raises(ValueError, match="schema is 7"):
+        fxddp.Explanation.from_dict({"schema": 7})
+    with pytest.raises(ValueError, match="not a saved report"):
+        fxddp.Explanation.from_dict({"schema": 1, "graphs": 3})
+
+
+def test_the_trace_has_predicted_and_recorded_rows(tmp_path: Path) -> None:
+    found = explain(Net(), world_size=64)
+    found.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(found.timeline)
+    for event, span in zip(spans, found.timeline, strict=True):
+        assert (event["ts"], event["dur"]) == (pytest.approx(span.start * 1e6), pytest.approx(span.seconds * 1e6))
+    sent = [event for event in spans if event["name"] == "fxddp.bucket0.allreduce"]
+    assert [event["args"]["bytes"] for event in sent] == [b.nbytes for b in reversed(found.buckets) if b.index == 0]
+    rows = {(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
+    assert {name for _, name in rows} == {"compute", "network"}
+    for (pid, tid), same in itertools.groupby(
+        sorted(spans, key=lambda e: (e["pid"], e["tid"], e["ts"])), key=lambda e: (e["pid"], e["tid"])
+    ):
+        end = 0.0
+        for event in same:
+            assert event["ts"] >= end - 1e-3, (pid, tid)
+            end = event["ts"] + event["dur"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((), "not compiled with fxddp"), (({"bucket_mb": 1},), "needs the inputs")],
+    [
+        ({}, "not compiled with fxddp"),
+        ({"bucket_mb": 1}, r"needs the inputs of one forward to plan with \['bucket_mb'\]"),
+        ({"device": "cuda"}, "needs the inputs"),
+        ({"world_size": 0}, "world_size must be a positive number"),
+        ({"bandwidth": "fast", "kwargs": {"input": torch.ones(1, 2)}}, "bandwidth must be like 100Gbit/s"),
+        ({"latency": "1 fortnight", "kwargs": {"input": torch.ones(1, 2)}}, "latency must be like 5us"),
+        ({"flops": -1, "kwargs": {"input": torch.ones(1, 2)}}, "flops must be a positive number"),
+        ({"measure": True, "device": "cuda", "kwargs": {"input": torch.ones(1, 2)}}, "needs real weights"),
+    ],
 )
-def test_what_cannot_be_explained_is_refused(arguments: tuple[dict[str, int], ...], message: str) -> None:
+def test_what_cannot_be_explained_is_refused(arguments, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fxddp.explain(nn.Linear(2, 2), **(arguments[0] if arguments else {}))
+        fxddp.explain(nn.Linear(2, 2), **arguments)
 
 
 def test_inputs_for_a_backend_are_refused() -> None:
     with pytest.raises(ValueError, match="pass the model and its inputs"):
         fxddp.explain(fxddp.backend(), torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("100Gbit/s", 12.5e9), ("12.5 GB/s", 12.5e9), ("1GiB/s", 2**30), ("800Mbps", 1e8), (5, 5.0), ("8 bit/s", 1.0)],
+)
+def test_bandwidths_are_read(text, value: float) -> None:
+    assert units.bandwidth(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("text", "value"), [("5us", 5e-6), ("1.5 ms", 1.5e-3), ("2s", 2.0), (0, 0.0), (1e-5, 1e-5)])
+def test_latencies_are_read(text, value: float) -> None:
+    assert units.seconds(text) == pytest.approx(value)

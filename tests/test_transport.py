@@ -61,6 +61,15 @@ def options_of(kind: str, world: int) -> dict[str, Any]:
     return {"device_mesh": init_device_mesh("cpu", (int(kind), world // int(kind)))}
 
 
+def routes_of(kind: str, world: int) -> set[str]:
+    if kind == "lanes":
+        return {f"all-reduce over group {i}" for i in range(3)}
+    if kind == "ring":
+        return {"reduce-scatter, all-gather"}
+    inside, across = f"inside ({world // int(kind)} ranks)", f"across ({kind} ranks)"
+    return {f"reduce-scatter {inside}, all-reduce {across}, all-gather {inside}"}
+
+
 def summed(rank: int, world: int, kind: str) -> None:
     for make in (Mlp, Mixed):
         module = seeded(0, make)
@@ -76,6 +85,8 @@ def summed(rank: int, world: int, kind: str) -> None:
             expected = average(local(module, 9, i) if i == 2 else local(module, i))
             expect_equal(gradients(module), expected, f"{kind}, {make.__name__}, step {i}", tol=1e-6)
             expect(launches(backend)[-1] == buckets(backend) > 1, f"{launches(backend)}")
+            told = {bucket.route for bucket in fxddp.explain(backend).buckets}
+            expect(told == routes_of(kind, world), f"explain says {told}")
             if kind != "lanes" and i:
                 steps = 2 if kind == "ring" else 3
                 expect(len(started) == steps * buckets(backend), f"{started} for {buckets(backend)} buckets")
@@ -118,6 +129,8 @@ def turns(rank: int, world: int) -> None:
             loss_of(model, i).backward()
             count = buckets(model.backend)
             expect(taken == [j % 2 for j in range(count)], f"step {i}: {taken} for {count} buckets")
+            told = [bucket.route for bucket in fxddp.explain(model).buckets]
+            expect(told == [f"all-reduce over group {j}" for j in taken], f"explain says {told}")
     finally:
         setattr(dist.ProcessGroup, "allreduce", original)  # noqa: B010
     with model.join():

@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Identifies the running backward; -1 outside of one."""
 
 queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 """Runs a function at the end of the running backward; dropped if the backward raises."""
+
+
+def profiling() -> bool:
+    """Whether a profiler of torch's records."""
+    return profiler._is_profiler_enabled
 
 
 def sequence_number() -> int:

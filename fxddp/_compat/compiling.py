@@ -178,6 +178,20 @@ def stand_in(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor is a description without data, as tracing uses them."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def fake_mode(tensors: Sequence[Any]) -> Any:
+    """The mode that the fake tensors among these belong to, or a new one."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None) or FakeTensorMode()
+
+
 def forbid_donation() -> None:
     """Notes that the backward being compiled reuses the memory of none of its inputs, so it may run again."""
     from torch._guards import TracingContext
@@ -204,3 +218,8 @@ def saved_context() -> Callable[[], AbstractContextManager[Any]]:
 def flatten(values: Any) -> list[Any]:
     """The leaves of nested containers."""
     return torch.utils._pytree.tree_leaves(values)
+
+
+def map_tensors(function: Callable[[Tensor], Any], values: Any) -> Any:
+    """The same nested containers with `function` of each tensor in its place."""
+    return torch.utils._pytree.tree_map_only(Tensor, function, values)

@@ -1,9 +1,12 @@
 """Dynamo: what it is compiling, for whom, and from where it reads."""
 
+import logging
+import re
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -33,6 +36,84 @@ def frame_is_resumed() -> bool:
     except AttributeError:
         return False
     return str(tx.f_code.co_name).startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+
+
+def frame_compiled() -> tuple[str, int, str] | None:
+    """File, line and name of the code that Dynamo is compiling right now; None outside of one."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        code = InstructionTranslator.current_tx().f_code
+    except AttributeError:
+        return None
+    return str(code.co_filename), int(code.co_firstlineno), str(code.co_name)
+
+
+def recompile_reason() -> str:
+    """Which guard failed, so that Dynamo compiles a frame again right now; "" if it compiles it for the first time."""
+    caller: Any = sys._getframe()
+    while caller is not None:
+        if caller.f_code.co_name == "_compile" and "compiler_fn" in caller.f_locals:
+            return str(caller.f_locals.get("recompile_reason") or "")
+        caller = caller.f_back
+    return ""
+
+
+def traces_compilation() -> bool:
+    """Whether torch writes a trace of its compilations, for tlparse (`TORCH_TRACE`)."""
+    return bool(torch._logging._internal.trace_log.handlers)
+
+
+def trace_artifact(name: str, payload: str) -> None:
+    """Puts a JSON text into that trace."""
+    torch._logging._internal.trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=lambda: payload
+    )
+
+
+def graph_break(gm: fx.GraphModule) -> tuple[str, tuple[str, int, str, str] | None] | None:
+    """Why Dynamo ended a graph, and the user's file, line, function and text; None if the frame ended with it."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frames = [f for f in reason.user_stack if not f.filename.startswith(str(Path(torch.__file__).parent))]
+    where = [(f.filename, f.lineno or 0, f.name, (f.line or "").strip()) for f in frames or reason.user_stack]
+    return str(reason.reason), where[-1] if where else None
+
+
+@contextmanager
+def graph_breaks_logged() -> Iterator[list[tuple[str, str]]]:
+    """Inside, collects (reason, stack trace of the user's code) of every graph break, those before any graph too."""
+    from torch._dynamo.symbolic_convert import graph_break_log
+
+    found: list[tuple[str, str]] = []
+    level, propagate = graph_break_log.level, graph_break_log.propagate
+    shown = graph_break_log.isEnabledFor(logging.DEBUG)
+    handler = _BreakHandler(found)
+    graph_break_log.addHandler(handler)
+    graph_break_log.setLevel(logging.DEBUG)
+    graph_break_log.propagate = propagate and shown
+    try:
+        yield found
+    finally:
+        graph_break_log.removeHandler(handler)
+        graph_break_log.setLevel(level)
+        graph_break_log.propagate = propagate
+
+
+class _BreakHandler(logging.Handler):
+    def __init__(self, found: list[tuple[str, str]]) -> None:
+        super().__init__(logging.DEBUG)
+        self._found = found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        reason = text.partition("Graph Break Reason: ")[2]
+        for end in ("\nStack variable source attribution:", "\nUser code traceback:"):
+            reason = reason.partition(end)[0]
+        where = re.search(r"in user code at (.+):(\d+)\n", text)
+        place = f'File "{where[1]}", line {where[2]}, in ?\n  ' if where else ""
+        self._found.append((reason.strip(), text.partition("User code traceback:\n")[2] or place))
 
 
 def no_recompile_limit() -> AbstractContextManager[None]:

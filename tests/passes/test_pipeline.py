@@ -152,10 +152,11 @@ def test_a_program_is_data(captured: Captured) -> None:
 
 def test_ready_counts_in_the_nodes_that_came(captured: Captured) -> None:
     rewritten = captured.rewrite()
-    assert rewritten.nodes == tuple(node.name for node in captured.backward.graph.nodes)
-    outputs = graph_outputs(captured.backward.graph)
+    nodes = [node.name for node in captured.backward.graph.nodes]
+    assert rewritten.outline.nodes == len(nodes)
     for grad in rewritten.plan.grads:
-        assert rewritten.nodes[grad.ready] == outputs[grad.output].name
+        assert rewritten.outline.grads[grad.output].node == nodes[grad.ready]
+    assert len(rewritten.outline.pieces) == len(rewritten.program.steps)
 
 
 # History

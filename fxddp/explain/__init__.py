@@ -1,0 +1,221 @@
+"""`fxddp.explain`: what a training will send, when, and what that costs; before or while it trains.
+
+report   what was found, as plain data           gather   from a backend's graphs to a report
+text     for a terminal                          dry      one forward that trains nothing
+page     for a browser                           timeline when everything happens
+trace    for Perfetto                            advice   what would make it faster
+cli      python -m fxddp explain
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxddp.backend import Backend, backend_of
+from fxddp.config import Settings, make_settings
+from fxddp.passes.cost import Machine, Network
+
+from . import units
+from .dry import traced_on, try_forward
+from .gather import MACHINES, gather, name_of
+from .report import Break, Bucket, Explanation, Gradient, Graph, Parameter, Pass, Piece, Size
+from .timeline import Span
+
+__all__ = [
+    "Break",
+    "Bucket",
+    "Explanation",
+    "Gradient",
+    "Graph",
+    "Parameter",
+    "Pass",
+    "Piece",
+    "Size",
+    "Span",
+    "explain",
+]
+
+BANDWIDTH = 100e9 / 8
+LATENCY = 10e-6
+"""What is assumed of a network that nobody described: one adapter of 100 Gbit/s, 10 µs for an empty message."""
+
+
+TRAVEL = ("process_group", "lanes", "mesh", "algorithm")
+FIELDS = {
+    "bucket_mb": ("cap",),
+    "first_bucket_mb": ("first_cap",),
+    "mode": ("options",),
+    "bucket_mb_list": ("caps",),
+    "comm_hook": ("comm_hook", "codec"),
+    **dict.fromkeys(("process_group", "device_mesh", "algorithm"), TRAVEL),
+}
+"""What an argument of `fxddp.backend` says in `Settings`, where that is not one field of its name."""
+
+
+def explain(
+    model_or_backend: Any,
+    *inputs: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
+    bandwidth: float | str | None = None,
+    latency: float | str | None = None,
+    flops: float | None = None,
+    memory_bandwidth: float | str | None = None,
+    device: str | torch.device | None = None,
+    measure: bool = False,
+    **backend_arguments: Any,
+) -> Explanation:
+    """Shows how a model's gradients are packed and sent, when, what it costs, and what no graph covers.
+
+    Two uses:
+        explain(compiled_model) or explain(backend): what was compiled so far, with the last backward that ran.
+        explain(model, *inputs, world_size=64, bandwidth="100Gbit/s"): compiles the model's forward once on `inputs`
+            and plans its backward. Nothing is communicated, no gradient is computed, and buffers and random state are
+            put back; it works without a process group, and for devices and ranks that are not there.
+
+    Args:
+        model_or_backend: a module, a function, something compiled with fxddp, its wrapper, or a `Backend`.
+        inputs: positional arguments of one forward.
+        kwargs: keyword arguments of that forward.
+        world_size: number of ranks to report for; by default that of the backend's group, if there is one.
+        bandwidth: what each rank can send: "100Gbit/s", "12.5GB/s", or bytes per second.
+        latency: of an empty message: "5us", or seconds.
+        flops: floating point operations per second of one rank's processor.
+        memory_bandwidth: of its memory: "2TB/s", or bytes per second.
+        device: explain as if model and inputs were there ("cuda"). They may be on the meta device, without data.
+        measure: run forward and backward a few times and report measured times of the computation.
+        backend_arguments: arguments of `fxddp.backend`; by default those of the model's backend.
+
+    Returns:
+        An object whose `str()` is a report, with `save("report.html")`, `save_trace("trace.json")` and `to_json()`.
+        Graphs and passes as code are there with `inputs`, or if the backend was made with `keep_graphs=True`.
+
+    Raises:
+        ValueError: no inputs were given and the model is not compiled with fxddp, or an argument is not allowed.
+    """
+    if device is not None:
+        device = torch.device(device)
+    if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
+        raise ValueError(f"world_size must be a positive number of ranks, got {world_size!r}")
+    if not inputs and not kwargs:
+        needs = sorted(backend_arguments) + ["device"] * (device is not None) + ["measure"] * measure
+        if needs:
+            raise ValueError(f"explain needs the inputs of one forward to plan with {needs}")
+        return _explain_compiled(
+            model_or_backend,
+            world_size,
+            network=partial(_network, bandwidth=bandwidth, latency=latency),
+            machine=partial(_machine, flops=flops, memory=memory_bandwidth),
+        )
+    if isinstance(model_or_backend, Backend):
+        raise ValueError(
+            "explain(backend) shows what it compiled; to plan for other arguments, pass the model and its inputs"
+        )
+    model, trained = _plain(model_or_backend)
+    settings = _changed(make_settings() if trained is None else trained.settings, backend_arguments)
+    tried = try_forward(model, inputs, kwargs or {}, settings, device=device, measure=measure)
+    if world_size is None:
+        world_size = _world_size(settings, trained)
+    notes = []
+    if device is not None and traced_on(device) != device and device.type != "meta":
+        notes.append(
+            f"this build of torch has no {device.type}: the graphs were traced with the operators of the CPU, where a "
+            f"few of {device.type}'s differ"
+        )
+    kind = _device_type(model, device)
+    machine, assumed = _machine(kind, flops=flops, memory=memory_bandwidth)
+    network, more = _network(world_size, bandwidth=bandwidth, latency=latency)
+    return gather(
+        tried.backend,
+        model=name_of(model),
+        settings=settings,
+        network=network,
+        machine=machine,
+        device=str(device) if device is not None and device.type != "meta" else None,
+        assumed=(*more, *(() if measure else assumed)),
+        notes=notes,
+        tried=tried,
+        trained=trained,
+    )
+
+
+def _explain_compiled(
+    model: Any, world_size: int | None, *, network: Callable[..., Any], machine: Callable[..., Any]
+) -> Explanation:
+    backend = model if isinstance(model, Backend) else backend_of(model)
+    if world_size is None:
+        group = backend.lookup()
+        world_size = group.size if group is not None else None
+    known = [tensor.device.type for _, tensor in backend.known_tensors()]
+    computes, assumed = machine(known[0] if known else "cpu")
+    sends, more = network(world_size)
+    return gather(
+        backend,
+        model="fxddp" if isinstance(model, Backend) else name_of(_plain(model)[0]),
+        settings=backend.settings,
+        network=sends,
+        machine=computes,
+        assumed=(*more, *assumed),
+        trained=backend,
+    )
+
+
+def _plain(model: Any) -> tuple[Any, Backend | None]:
+    """The model behind what was compiled or wrapped, and its backend."""
+    from fxddp.ddp import DistributedDataParallel
+
+    try:
+        backend = backend_of(model)
+    except ValueError:
+        return model, None
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    return getattr(model, "_orig_mod", model), backend
+
+
+def _world_size(settings: Settings, trained: Backend | None) -> int | None:
+    if settings.process_group is not None:
+        return int(settings.process_group.size())
+    group = None if trained is None else trained.lookup()
+    return None if group is None else group.size
+
+
+def _changed(settings: Settings, arguments: Mapping[str, Any]) -> Settings:
+    if not arguments:
+        return settings
+    given = make_settings(**arguments)
+    changed = {field for name in arguments for field in FIELDS.get(name, (name,))}
+    return replace(settings, **{field: getattr(given, field) for field in changed})
+
+
+def _device_type(model: Any, device: torch.device | None) -> str:
+    if device is not None:
+        return device.type
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    return "cpu" if first is None else first.device.type
+
+
+def _machine(kind: str, *, flops: float | None, memory: float | str | None) -> tuple[Machine, tuple[str, ...]]:
+    base = MACHINES.get(kind, MACHINES["cpu"])
+    if flops is not None and (not isinstance(flops, (int, float)) or not flops > 0):
+        raise ValueError(f"flops must be a positive number of operations per second, got {flops!r}")
+    machine = Machine(
+        base.flops if flops is None else float(flops),
+        base.memory if memory is None else units.bandwidth(memory),
+        base.launch,
+    )
+    return machine, ("machine",) if flops is None and memory is None else ()
+
+
+def _network(
+    world_size: int | None, *, bandwidth: float | str | None, latency: float | str | None
+) -> tuple[Network | None, tuple[str, ...]]:
+    wide = BANDWIDTH if bandwidth is None else units.bandwidth(bandwidth)
+    late = LATENCY if latency is None else units.seconds(latency)
+    if world_size is None:
+        return None, ()
+    return Network(world_size, wide, late), ("network",) if bandwidth is None else ()

@@ -1,0 +1,406 @@
+"""What `fxddp.explain` found, as plain data: no graph, tensor or process group is held.
+
+Note [schema]: `to_dict()` is this module's dataclasses as nested dicts, field by field, under the names they have here,
+with `"schema": 1` at the top. Bytes are ints, times are seconds, shares lie between 0 and 1, what is unknown is null.
+Code (of graphs, passes, pieces and the differences between passes) is left out unless it is asked for; then those
+fields hold text instead of "". Fields may be added within a schema number; none changes its meaning or goes away.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from fxddp.passes.cost import Machine, Network
+from fxddp.passes.outline import Source
+
+from . import timeline
+from .timeline import Span
+
+SCHEMA = 1
+CODE = ("code", "diff", "dynamo", "forward", "backward")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the model and what becomes of its gradient.
+
+    Attributes:
+        name: qualified name.
+        state: "bucket" (a graph packs its gradient), "eager" (used outside of the graphs: reduced after the backward),
+            "unused", "frozen", "left out" (a graph has no gradient of it that can be packed) or "unknown".
+        reason: why it is in no bucket; "" if it is.
+        source: the line behind the reason, such as that of a graph break.
+        graph, bucket: which bucket; -1 if none.
+        tied: its further names.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    state: str
+    reason: str = ""
+    source: Source | None = None
+    graph: int = -1
+    bucket: int = -1
+    tied: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """One gradient in a bucket.
+
+    Attributes:
+        ready: position of the node that computes it among the backward's nodes.
+        node: that node's name.
+        source: the line of the model whose backward that node is.
+        before: share of the backward's time until then.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    ready: int
+    node: str
+    source: Source | None
+    before: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that travel together.
+
+    Attributes:
+        graph, index: which one; buckets are launched in order.
+        nbytes: as gradients.
+        wire_bytes: that travel, after compression: those of an all-reduce, of which each rank sends 2(N-1)/N by a ring.
+        gradients: in the order in which they become ready; it is launched when the last one is.
+        piece: after which piece of the backward it is launched.
+        route: the process group and the steps by which it is reduced, in words.
+        predicted: seconds of its all-reduce, None without a network.
+        start, end: when it travels, in seconds since the step began.
+        exposed: how much of that no computation hides.
+        measured: seconds from launch to the end of its all-reduce in the last recorded backward.
+    """
+
+    graph: int
+    index: int
+    nbytes: int
+    wire_bytes: int
+    dtype: str
+    device: str
+    gradients: tuple[Gradient, ...]
+    piece: int
+    route: str
+    predicted: float | None = None
+    start: float | None = None
+    end: float | None = None
+    exposed: float | None = None
+    measured: float | None = None
+
+    @property
+    def last(self) -> Gradient:
+        """The gradient it waits for."""
+        return max(self.gradients, key=lambda gradient: gradient.ready)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Qualified names of its parameters."""
+        return tuple(gradient.name for gradient in self.gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the backward between two launches.
+
+    Attributes:
+        nodes: operations.
+        flops, moved, kernels: its work, with the sizes it was traced with.
+        cost: the work as an expression of the dynamic sizes; "" if there are none.
+        bucket: launched after it, or None.
+        predicted, measured: seconds.
+        code: readable.
+    """
+
+    graph: int
+    index: int
+    nodes: int
+    flops: int
+    moved: int
+    kernels: int
+    cost: str
+    bucket: int | None
+    predicted: float
+    measured: float | None = None
+    code: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Measured, or else predicted."""
+        return self.predicted if self.measured is None else self.measured
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What one pass made of the backward: the readable graph after it, what it changed, and in how many seconds.
+
+    Attributes:
+        added, removed: lines of the printed graph.
+    """
+
+    name: str
+    seconds: float
+    added: int = 0
+    removed: int = 0
+    code: str = ""
+    diff: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Where Dynamo ended a graph before the end of its frame, and why."""
+
+    reason: str
+    source: Source | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One compiled graph with a backward.
+
+    Attributes:
+        nodes: nodes of the backward, as AOTAutograd made it.
+        digest: names the layout of the buckets; ranks with the same one can share collectives.
+        unused: parameters that are inputs of the graph and get no gradient from it that can be packed.
+        predicted, measured: seconds of the forward.
+        dynamo, forward, backward: readable code; "" unless graphs are kept. `backward` is after all passes.
+        broken_by: what ended it.
+    """
+
+    index: int
+    nodes: int
+    digest: str
+    buckets: tuple[Bucket, ...]
+    pieces: tuple[Piece, ...]
+    passes: tuple[Pass, ...] = ()
+    unused: tuple[str, ...] = ()
+    predicted: float = 0.0
+    measured: float | None = None
+    dynamo: str = ""
+    forward: str = ""
+    backward: str = ""
+    broken_by: Break | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buckets."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def seconds(self) -> float:
+        """Of its backward."""
+        return sum(piece.seconds for piece in self.pieces)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Measured, or else predicted."""
+        return self.predicted if self.measured is None else self.measured
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What another size of the buckets would give: how many there are, and predicted seconds of exposed sending."""
+
+    bucket_mb: float
+    buckets: int
+    exposed: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `fxddp.explain` found; `str()` is a report for a terminal.
+
+    Attributes:
+        model: what was explained.
+        graphs: the compiled graphs that have a backward, in the order they were compiled.
+        parameters: all that the backend knows, in the model's order.
+        settings: arguments of `fxddp.backend`.
+        machine: what piece times are predicted with.
+        network: what all-reduce times are predicted with; None without ranks.
+        device: of the model, or that it was explained for.
+        assumed: which of the figures of machine and network nobody gave.
+        breaks: where Dynamo ended graphs early.
+        timeline: the predicted step; with `measure=True` its computation is measured.
+        recorded: the last backward that really ran, if one has.
+        sizes: what other bucket sizes would give.
+        advice: what would make it faster.
+        notes: what to keep in mind when reading the figures.
+        versions: of fxddp and torch.
+    """
+
+    model: str
+    graphs: tuple[Graph, ...]
+    parameters: tuple[Parameter, ...]
+    settings: Mapping[str, Any]
+    machine: Machine
+    network: Network | None = None
+    device: str = "cpu"
+    assumed: tuple[str, ...] = ()
+    breaks: tuple[Break, ...] = ()
+    timeline: tuple[Span, ...] = ()
+    recorded: tuple[Span, ...] = ()
+    sizes: tuple[Size, ...] = ()
+    advice: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    # --- figures ----------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks it is for; None if unknown."""
+        return None if self.network is None else self.network.world_size
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All buckets, graph by graph."""
+        return tuple(bucket for graph in self.graphs for bucket in graph.buckets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that travel for them: fewer, if they are compressed. `fxddp.Adaptive` is shown as it starts."""
+        return sum(bucket.wire_bytes for bucket in self.buckets)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Parameters that do not require grad."""
+        return tuple(parameter.name for parameter in self.parameters if parameter.state == "frozen")
+
+    @property
+    def tied(self) -> Mapping[str, tuple[str, ...]]:
+        """Further names of parameters that have several."""
+        return {parameter.name: parameter.tied for parameter in self.parameters if parameter.tied}
+
+    @property
+    def uncovered(self) -> Mapping[str, str]:
+        """Parameters that require grad and get no gradient from any graph, with the reason."""
+        return {p.name: p.reason for p in self.parameters if p.state not in ("bucket", "frozen")}
+
+    @property
+    def seconds(self) -> float:
+        """Predicted length of forward and backward, the sending included."""
+        return timeline.length(self.timeline)
+
+    @property
+    def computing(self) -> float:
+        """Predicted seconds of computation in a step."""
+        return timeline.computed(self.timeline)
+
+    @property
+    def sending(self) -> float:
+        """Predicted seconds during which the network is busy."""
+        return sum(span.seconds for span in self.timeline if span.lane == "network")
+
+    @property
+    def exposed(self) -> float:
+        """Predicted seconds of sending that no computation hides: what the step is longer for it."""
+        return self.seconds - self.computing
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the sending that computation hides; None if nothing is sent."""
+        return 1 - self.exposed / self.sending if self.sending else None
+
+    # --- views ------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        from .text import text
+
+        return text(self)
+
+    def to_dict(self, *, code: bool = False) -> dict[str, Any]:
+        """Everything as dicts, lists, numbers and text; see Note [schema] in `fxddp/explain/report.py`.
+
+        Args:
+            code: with the code of all graphs and passes, which is most of it.
+        """
+        found = {"schema": SCHEMA, **asdict(self)}
+        return found if code else _without_code(found)
+
+    def to_json(self, *, code: bool = False) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(code=code), ensure_ascii=False)
+
+    @staticmethod
+    def from_dict(found: Mapping[str, Any]) -> "Explanation":
+        """What `to_dict` gave, as an object.
+
+        Raises:
+            ValueError: it is no report, or one of another schema.
+        """
+        if not isinstance(found, Mapping) or found.get("schema") != SCHEMA:
+            given = found.get("schema") if isinstance(found, Mapping) else type(found).__name__
+            raise ValueError(f"not a saved report of fxddp.explain with schema {SCHEMA}: schema is {given!r}")
+        try:
+            return _build(Explanation, found)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"not a saved report of fxddp.explain: {error!r}") from None
+
+    @staticmethod
+    def load(path: str | Path) -> "Explanation":
+        """Reads what `to_json` wrote, or the report inside a page that `save` wrote."""
+        from .page import embedded
+
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            return Explanation.from_dict(json.loads(embedded(text)))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not a saved report of fxddp.explain: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Writes one self-contained page of HTML: timeline, buckets, graphs, passes, parameters."""
+        from .page import page
+
+        Path(path).write_text(page(self), encoding="utf-8")
+
+    def save_trace(self, path: str | Path) -> None:
+        """Writes the predicted and the recorded step as a Chrome trace, for Perfetto or chrome://tracing."""
+        from .trace import trace
+
+        Path(path).write_text(json.dumps(trace(self)), encoding="utf-8")
+
+
+def _without_code(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: "" if key in CODE and isinstance(item, str) else _without_code(item) for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_without_code(item) for item in value]
+    return value
+
+
+def _build(kind: type[T], found: Mapping[str, Any]) -> T:
+    hints = get_type_hints(kind)
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: _value(hints[name], value) for name, value in found.items() if name in known})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    """A value of JSON as what a field's annotation says."""
+    if value is None:
+        return None
+    arguments = get_args(hint)
+    if get_origin(hint) is tuple:
+        return tuple(_value(arguments[0], item) for item in value)
+    kinds = [kind for kind in (hint, *arguments) if hasattr(kind, "__dataclass_fields__")]
+    return _build(kinds[0], value) if kinds and isinstance(value, Mapping) else value

@@ -1,0 +1,144 @@
+"""`python -m fxddp explain`: reports from the command line, and what goes wrong told in one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fxddp
+from fxddp.__main__ import main
+from fxddp.explain import units
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.two(torch.relu(self.one(x)))
+
+def with_inputs():
+    return Net(), (torch.zeros(2, 8),)
+
+def words():
+    return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
+
+ready = Net()
+number = 7
+
+def broken():
+    raise RuntimeError("no data here\\nsecond line")
+"""
+FAST = ["--inner", "aot_eager"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "little_models.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "little_models", raising=False)
+    torch._dynamo.reset()
+    return tmp_path
+
+
+@pytest.mark.parametrize("target", ["little_models:Net", "little_models.py:Net", "little_models:ready"])
+def test_it_prints_the_report(folder: Path, capsys: pytest.CaptureFixture, target: str) -> None:
+    arguments = [target, "--input-shape", "2,8", "--world-size", "64", "--bandwidth", "100Gbit/s", "--latency", "5us"]
+    assert main(["explain", *arguments, *FAST]) == 0
+    shown = capsys.readouterr().out
+    assert "Net on 64 ranks" in shown
+    assert "100 Gbit/s and 5 µs a message" in shown
+    assert "one.weight" in shown
+
+
+def test_it_writes_page_trace_and_json(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    outputs = ["--html", "report.html", "--trace", "trace.json", "--json"]
+    assert main(["explain", "little_models:with_inputs", "--world-size", "8", "--device", "cuda", *outputs, *FAST]) == 0
+    found = fxddp.Explanation.from_dict(json.loads(capsys.readouterr().out))
+    assert found.world_size == 8
+    assert {bucket.device for bucket in found.buckets} == {"cuda"}
+    page = fxddp.Explanation.load("report.html")
+    assert page.buckets == found.buckets
+    assert json.loads(Path("trace.json").read_text())["traceEvents"]
+
+
+def test_inputs_may_be_integers(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["explain", "little_models:words", "--input-shape", "4,3:int64", *FAST]) == 0
+    assert "0.weight" in capsys.readouterr().out
+
+
+def test_two_bucket_sizes_are_compared(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    shared = ["--input-shape", "2,8", "--world-size", "64", "--first-bucket-mb", "0.0005", *FAST]
+    assert main(["explain", "compare", "little_models:Net", "--bucket-mb", "0.001", "25", *shared]) == 0
+    shown = capsys.readouterr().out
+    assert "Net ×64, 25 MiB" in shown
+    assert "bucket_mb: " in shown
+    assert "faster" in shown or "slower" in shown
+
+
+def test_two_saved_reports_are_compared(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    shared = ["little_models:Net", "--input-shape", "2,8", *FAST]
+    assert main(["explain", *shared, "--world-size", "8", "--html", "a.html"]) == 0
+    capsys.readouterr()
+    assert main(["explain", *shared, "--world-size", "64", "--json"]) == 0
+    Path("b.json").write_text(capsys.readouterr().out)
+    assert main(["explain", "compare", "a.html", "b.json", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    before, after = fxddp.Explanation.load("a.html"), fxddp.Explanation.load("b.json")
+    assert (rows["seconds"]["before"], rows["seconds"]["after"]) == (before.seconds, after.seconds)
+    assert rows["nbytes"]["change"] == "same"
+    assert main(["explain", "compare", "a.html", "b.json"]) == 0
+    assert f"{units.duration(after.seconds - before.seconds)} a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nothing:here", "--input-shape", "1"], 2, "there is no module 'nothing'"),
+        (["nothing.py:here", "--input-shape", "1"], 2, "no such file"),
+        (["little_models:nobody", "--input-shape", "1"], 2, "little_models has no 'nobody'"),
+        (["little_models", "--input-shape", "1"], 2, "is not package.module:name"),
+        (["little_models:number", "--input-shape", "1"], 2, "gave a int"),
+        (["little_models:Net"], 2, "--input-shape is needed"),
+        (["little_models:Net", "--input-shape", "2,a"], 2, "is not a shape"),
+        (["little_models:Net", "--input-shape", "2,8:int99"], 2, "is not a dtype"),
+        (["little_models:Net", "--input-shape", "2,8", "--bandwidth", "fast"], 2, "--bandwidth: bandwidth must be"),
+        (["little_models:Net", "--input-shape", "2,8", "--latency", "soon"], 2, "--latency: latency must be"),
+        (["little_models:Net", "--input-shape", "2,8", "--device", "abacus"], 2, "is no device"),
+        (["little_models:Net", "--input-shape", "2,8", "--bucket-mb", "-1"], 2, "bucket_mb must be a positive"),
+        (["little_models:Net", "--input-shape", "2,8", "--inner", "gcc"], 2, "inner must be one of"),
+        (["little_models:Net", "--input-shape", "2,8", "--world-size", "0"], 2, "world_size must be a positive"),
+        (["little_models:Net", "--input-shape", "2,8", "--html", "no/such/folder.html"], 2, "No such file"),
+        (["little_models:Net", "--input-shape", "2,9"], 1, "RuntimeError: a and b must have same reduction dim"),
+        (["little_models:broken", "--input-shape", "2,9"], 1, "no data here (--traceback"),
+        (["compare", "a.html"], 2, "compare takes one model or two saved reports"),
+        (["compare", "a.json", "b.json"], 2, "a.json: No such file"),
+        (["compare", "little_models.json", "little_models.json"], 2, "is not a saved report"),
+    ],
+)
+def test_an_error_is_one_line(folder: Path, capsys: pytest.CaptureFixture, arguments, code: int, message: str) -> None:
+    Path("little_models.json").write_text("hello")
+    assert main(["explain", *arguments, *([] if arguments[0] == "compare" or "--inner" in arguments else FAST)]) == code
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert message in error, error
+    assert len(error.strip().splitlines()) == 1, error
+
+
+def test_it_runs_as_a_module(folder: Path) -> None:
+    command = [sys.executable, "-m", "fxddp"]
+    done = subprocess.run([*command, "explain", "--help"], capture_output=True, text=True, check=True)
+    assert "--world-size" in done.stdout
+    wrong = [*command, "explain", "little_models:Net", "--input-shape", "2,9", *FAST]
+    done = subprocess.run(wrong, capture_output=True, text=True, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
+    done = subprocess.run([*command, "no"], capture_output=True, text=True, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert main(["--help"]) == 0
