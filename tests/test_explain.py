@@ -198,10 +198,11 @@ def test_it_shows_what_travels(hook: Any, wire_bytes: Callable[..., int]) -> Non
 
 
 def test_what_travels_is_what_takes_time() -> None:
-    slow = {"world_size": 64, "bandwidth": "1Mbit/s", "latency": 0}
+    slow: dict[str, Any] = {"world_size": 64, "bandwidth": "1Mbit/s", "latency": 0}
     plain, half = explain(Net(), **slow), explain(Net(), comm_hook="bf16", **slow)
     for one, other in zip(plain.buckets, half.buckets, strict=True):
         assert (one.nbytes, one.wire_bytes) == (other.nbytes, 2 * other.wire_bytes)
+        assert one.predicted and other.predicted
         assert one.predicted == pytest.approx(2 * other.predicted)
     late = [[span.seconds for span in found.timeline if span.kind == "uncovered"] for found in (plain, half)]
     assert late[0] == pytest.approx([2 * seconds for seconds in late[1]])
@@ -230,11 +231,12 @@ def some_hook(state: object, bucket: Any) -> Any:
 
 
 def test_it_tells_what_was_registered_later() -> None:
-    model = torch.compile(nn.Linear(8, 8), backend=fxddp.backend(inner="aot_eager"))
+    module = nn.Linear(8, 8)
+    model = torch.compile(module, backend=fxddp.backend(inner="aot_eager"))
     backend = fxddp.backend_of(model)
     model(torch.randn(6, 8))
     backend.register_comm_hook(None, some_hook)
-    backend.register_optimizer(torch.optim.Adam(model.parameters()))
+    backend.register_optimizer(torch.optim.Adam(module.parameters()))
     for found in (fxddp.explain(model, world_size=2), fxddp.explain(model, torch.randn(6, 8), world_size=2)):
         assert [bucket.route for bucket in found.buckets] == ["hook some_hook, then Adam"]
         assert "comm_hook=some_hook, parameters updated by Adam" in str(found)

@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def small() -> fxddp.Explanation:
 @in_a_browser
 def test_the_page_shows_what_travels_and_how(tmp_path: Path) -> None:
     torch._dynamo.reset()
-    arguments = {"bucket_mb": 0.001, "inner": "aot_eager", "comm_hook": "fp16", "algorithm": "ring"}
+    arguments: dict[str, Any] = {"bucket_mb": 0.001, "inner": "aot_eager", "comm_hook": "fp16", "algorithm": "ring"}
     found = fxddp.explain(Net(), torch.randn(6, 8), world_size=64, **arguments)
     elements = loaded(found, tmp_path)
     check_numbers(found, elements)

@@ -202,6 +202,21 @@ def test_every_step_of_a_bucket_is_in_a_range_of_that_bucket(pool: Pool, kind: s
                 assert len(started) == (2 if kind == "powersgd" else 1)
 
 
+def profiled_sparse(rank: int, world: int) -> None:
+    module = seeded(0, lambda: nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Linear(8, 2)))
+    model = fxddp.DistributedDataParallel(module, inner="aot_eager")
+    model(torch.arange(4)).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        model(torch.arange(4)).sum().backward()
+    names = Counter(event.name for event in found.events() or [])
+    expect(names["fxddp.bucketoutside.allreduce"] == 1, f"{names}")
+    expect(names["fxddp.bucketoutside.wait"] == 1, f"{names}")
+
+
+def test_sparse_gradients_are_in_a_profile(pool: Pool) -> None:
+    pool.run(profiled_sparse)
+
+
 def reported(rank: int, world: int) -> str:
     model, backend = compiled(seeded(0, Mlp))
     for i in range(3):
