@@ -12,14 +12,12 @@ An exception in between leaves no trace: `.grad`s that were taken are put back a
 autograd drops the callback it will not run.
 """
 
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +26,10 @@ from torch import Tensor
 from . import _compat, ranges
 from .channel import RanksDisagree
 from .compression import Parcel, Session, Travelling
-from .decision import END, HOOK, Decision, Event
-from .executor import bucket_views
-from .packing import empty_bucket, packs, sparse_gradient
+from .decision import HOOK, Decision, Event
+from .ending import Ending
+from .holdings import Holdings
+from .packing import empty_bucket, sparse_gradient
 from .passes.plan import Bucket
 from .stats import BackwardRecord
 from .uncovered import Watch, parameters_registered
@@ -39,15 +38,8 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .call import Binding, Call
     from .group import Group
-    from .optimizer import OptimizerInBackward
 
 _grad = attrgetter("grad")
-
-
-NESTED = (
-    "an optimizer in backward cannot tell when a re-entrant checkpoint's backward is over, because nothing around it "
-    "is compiled: use torch.utils.checkpoint with use_reentrant=False, or call optimizer.step() yourself"
-)
 
 
 class Launched:
@@ -94,6 +86,16 @@ class Backward:
         group: the ranks; known when something of this backward is to be reduced.
         scale: what gradients are multiplied with before they are added up.
         deferring: ranks took different ways through this backward, and nothing travels before its end.
+        launched: what is under way, in the order of launches; `lazy` those whose views are still to be made.
+        holdings: gradients that are not under way.
+        local: parameters into which autograd accumulated something local, by id.
+        carried: parameters with local gradients left from backwards under `no_sync`.
+        by_autograd: what went back through autograd, of parameters by id; None for something local.
+        stood_in: parameters with hooks that get a gradient that only other ranks have, by id.
+        strangers: parameters of this backward that nobody told us about.
+        later: parameters that a backward inside this one has averaged gradients for, to be updated at the end.
+        nested: this backward runs inside a node of another one.
+        session: the dealings with the codec.
     """
 
     def __init__(self, backend: "Backend", task: int) -> None:
@@ -105,22 +107,20 @@ class Backward:
         self.over = False
         self.deferring = False
         self._calls = 0
-        self._launched: list[Launched] = []
-        self._lazy: list[tuple[Launched, Bucket, Tensor]] = []
-        self._taken: dict[int, tuple[Tensor, Tensor]] = {}
-        self._aside: dict[int, tuple[Tensor, Tensor]] = {}
-        self._held: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        self._local: dict[int, Tensor] = {}
-        self._carried: list[Tensor] = []
-        self._returned: dict[int, tuple[Tensor, list[Returned] | None]] = {}
+        self.launched: list[Launched] = []
+        self.lazy: list[tuple[Launched, Bucket, Tensor]] = []
+        self.holdings = Holdings()
+        self.local: dict[int, Tensor] = {}
+        self.carried: list[Tensor] = []
+        self.by_autograd: dict[int, tuple[Tensor, list[Returned] | None]] = {}
         self._undefined: dict[int, tuple[Tensor, int]] = {}
-        self._stood_in: dict[int, Tensor] = {}
+        self.stood_in: dict[int, Tensor] = {}
         self._spared: list[tuple[Tensor, dict[int, Any]]] = []
-        self._strangers: list[Tensor] = []
+        self.strangers: list[Tensor] = []
         self._explored = False
-        self._later: dict[int, Tensor] = {}
-        self._nested = backend.optimizer is not None and _compat.is_nested()
-        self._session: Session | None = None
+        self.later: dict[int, Tensor] = {}
+        self.nested = backend.optimizer is not None and _compat.is_nested()
+        self.session: Session | None = None
         _compat.queue_callback(_AtEnd(self))
 
     @property
@@ -161,7 +161,7 @@ class Backward:
             seen.explored = parameters_registered()
             if not self._explored:
                 self._explored = True
-                self._strangers += self.backend.watch.strangers()
+                self.strangers += self.backend.watch.strangers()
 
     @ranges.launches
     def launch(
@@ -197,10 +197,10 @@ class Backward:
         if flat.numel():
             index = record.launches + record.uncovered_launches
             if codec is not None:
-                if self._session is None:
-                    self._session = self.backend.session()
+                if self.session is None:
+                    self.session = self.backend.session()
                 start = partial(self.backend.transport(group).start, index=index, counts=False)
-                parcel = Parcel(flat, members, group, self._session, start, wire=wire, idle=idle, count=record.travels)
+                parcel = Parcel(flat, members, group, self.session, start, wire=wire, idle=idle, count=record.travels)
                 launched.work = codec.start(parcel, lambda: f"bucket {index} ({self._names(members)})")
             elif hook is None:
                 group.settle()
@@ -210,14 +210,14 @@ class Backward:
                 record.travels(flat.nbytes)
                 launched.work = hook.run(flat, members, index, group, is_last=is_last, names=self._names(members))
             launched.index = record.launch_outside() if outside else record.launch(flat.nbytes, launched.work)
-        self._launched.append(launched)
+        self.launched.append(launched)
         return launched
 
     def launch_later(
         self, bucket: Bucket, flat: Tensor, parameters: Sequence[Tensor], wire: Tensor | None, *, is_last: bool
     ) -> None:
         """`launch` for a bucket whose views all go the usual way: they are only made when they are needed."""
-        self._lazy.append((self.launch(flat, parameters, None, None, wire, is_last=is_last), bucket, flat))
+        self.lazy.append((self.launch(flat, parameters, None, None, wire, is_last=is_last), bucket, flat))
 
     def _names(self, parameters: Sequence[Tensor]) -> str:
         more = f" and {len(parameters) - 4} more" if len(parameters) > 4 else ""
@@ -231,16 +231,12 @@ class Backward:
                 self.group.count()
                 self.record.launch(bucket.nbytes)
                 self.record.travels(self.backend.settings.wire_bytes(bucket, self.group.size))
-        self._launched.append(Launched(parameters, views))
-
-    def hold(self, parameter: Tensor, scaled: Tensor) -> None:
-        """Keeps a gradient, divided already, for the end of this backward."""
-        self._held.setdefault(id(parameter), (parameter, []))[1].append(scaled)
+        self.launched.append(Launched(parameters, views))
 
     def stands_in(self, parameter: Tensor) -> None:
         """Notes that a parameter gets a gradient that only other ranks have: autograd will call no hook for it."""
         if len(_compat.hooks_after_accumulation(parameter) or ()) > 1:
-            self._stood_in[id(parameter)] = parameter
+            self.stood_in[id(parameter)] = parameter
 
     def spare_hooks(self, parameter: Tensor) -> None:
         """Has no tensor hook of a parameter called with None in this backward, for a gradient that a graph leaves out.
@@ -250,7 +246,8 @@ class Backward:
         if _compat.hooks_before_accumulation(parameter):
             self._spared.append((parameter, _compat.spare_undefined(parameter)))
 
-    def _spare_no_more(self) -> None:
+    def spare_no_more(self) -> None:
+        """Ends `spare_hooks`."""
         while self._spared:
             _compat.spare_no_more(*self._spared.pop())
 
@@ -265,49 +262,17 @@ class Backward:
         Of reduced ones the storage is kept, not the tensor: autograd takes it over as `.grad` all the same, but cannot
         add another contribution to it in place, so that one shows.
         """
-        _, parts = self._returned.setdefault(id(parameter), (parameter, None))
+        _, parts = self.by_autograd.setdefault(id(parameter), (parameter, None))
         if reduced is not None:
             part = Returned(reduced.untyped_storage(), reduced.shape, reduced.stride())
-            self._returned[id(parameter)] = (parameter, [*(parts or ()), part])
-
-    def have_accumulated(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether some of these hold something already; not so on the usual path."""
-        if not all(map(is_, map(_grad, parameters), repeat(None))):
-            return True
-        return bool(self._aside) and any(id(p) in self._aside for p in parameters)
+            self.by_autograd[id(parameter)] = (parameter, [*(parts or ()), part])
 
     def take(self, parameter: Tensor, *, sparse: bool = False) -> Tensor | None:
-        """Takes what a parameter accumulated so far, to be put back if this backward fails.
-
-        Args:
-            parameter: whose.
-            sparse: it may be a sparse tensor.
-        """
-        identity = id(parameter)
-        grad = parameter.grad
-        if grad is not None and grad.layout is not torch.strided and not sparse:
-            grad = grad.to_dense()
-        kept = self._aside.pop(identity, (parameter, None))[1]
-        if kept is not None and grad is not None:
-            kept.add_(grad)
-        old = grad if kept is None else kept
+        """`Holdings.take`; what was taken is not local any more."""
+        old = self.holdings.take(parameter, sparse=sparse)
         if old is not None:
-            parameter.grad = None
-            self._local.pop(identity, None)
-            self._taken.setdefault(identity, (parameter, old))
+            self.local.pop(id(parameter), None)
         return old
-
-    def set_aside(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Accumulates a local gradient out of sight of the hooks; `.grad` gets it back at the end."""
-        identity = id(parameter)
-        if identity in self._aside:
-            self._aside[identity][1].add_(gradient)
-            return
-        old = parameter.grad
-        if old is not None:
-            gradient = old.add_(gradient)
-            parameter.grad = None
-        self._aside[identity] = (parameter, gradient)
 
     def fill(
         self, members: Sequence[Tensor], there: Sequence[Tensor | None], unused: AbstractSet[int]
@@ -325,7 +290,7 @@ class Backward:
                 view.copy_(value)
                 continue
             old = None if id(parameter) in unused else self.take(parameter)
-            held = self._held.pop(id(parameter), (parameter, []))[1]
+            held = self.holdings.pop_kept(parameter)
             if old is None:
                 view.zero_()
             else:
@@ -340,7 +305,7 @@ class Backward:
     def launch_sparse(self, parameter: Tensor, group: "Group") -> None:
         """Starts averaging a sparse gradient, or the lack of one here."""
         old = self.take(parameter, sparse=True)
-        held = self._held.pop(id(parameter), (parameter, []))[1]
+        held = self.holdings.pop_kept(parameter)
         if old is None and not held:
             self.stands_in(parameter)
         total = sparse_gradient(parameter, held if old is None else [old * self.scale, *held])
@@ -349,7 +314,7 @@ class Backward:
         with ranges.launch(ranges.OUTSIDE):
             launched.work = group.all_reduce(total)
         launched.index = self.record.launch_outside()
-        self._launched.append(launched)
+        self.launched.append(launched)
         self.record.uncovered += (self.backend.watch.name(parameter),)
         self.record.uncovered_bytes += total.values().nbytes
 
@@ -371,9 +336,9 @@ class Backward:
         if grad is not None and grad is parameter.grad and _compat.data_version(grad) == version:
             return  # autograd calls hooks for undefined gradients as well
         reduced: Tensor | None = None
-        if identity in self._returned:
-            _, parts = self._returned[identity]
-            self._returned[identity] = (parameter, None)
+        if identity in self.by_autograd:
+            _, parts = self.by_autograd[identity]
+            self.by_autograd[identity] = (parameter, None)
             grad = parameter.grad
             if parts is None or grad is None or grad.data_ptr() == parts[0].storage.data_ptr():
                 return
@@ -381,10 +346,10 @@ class Backward:
             if torch.allclose(grad, reduced, rtol=0, atol=0, equal_nan=True):
                 return  # ours alone
         elif not now:
-            self._local[identity] = parameter
+            self.local[identity] = parameter
             return
         group = self.group or self.backend.lookup()
-        if group is None or not self._synchronises({identity}):
+        if group is None or not self.synchronises({identity}):
             return
         self.group = group
         self._average_now(parameter, group, reduced)
@@ -417,16 +382,16 @@ class Backward:
         if reduced is not None:
             grad.add_(reduced)
 
-    def _synchronises(self, accumulated: Collection[int]) -> bool:
+    def synchronises(self, accumulated: Collection[int]) -> bool:
         """Whether what was accumulated outside of the graphs, for these parameters, is reduced in this backward."""
         return self.record.sync if self._calls else not self.backend.under_no_sync(accumulated)
 
     # --- the end ----------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Reduces what is still local, waits for everything and writes every `.grad`."""
+        """Called by autograd when it is through."""
         try:
-            self._finish()
+            Ending(self).run()
         except BaseException as error:
             self.abort(error)
             raise
@@ -434,94 +399,6 @@ class Backward:
         self.backend.forget(self)
         if self.record.sync and not self.backend.running:
             self.backend.agreement.end_of_iteration()
-
-    @torch.no_grad()
-    def _finish(self) -> None:
-        self._spare_no_more()
-        backend = self.backend
-        for stranger in self._strangers:
-            if stranger.grad is not None:
-                self._local[id(stranger)] = stranger
-        synchronises = self._synchronises(self._local.keys())
-        if synchronises:
-            self.record.sync = True
-            self.group = self.group or backend.lookup()
-            if self.group is not None:
-                self._reduce_rest(self.group)
-        else:
-            backend.watch.keep_pending(self._local.values())
-        for launched, bucket, flat in self._lazy:
-            launched.views = bucket_views(bucket, flat)
-        self._lazy.clear()
-        self._write_all(backend.optimizer if synchronises else None)
-        if self._session is not None:
-            self._session.commit()
-        for parameter in self._stood_in.values():  # autograd has accumulated nothing here, and called nobody
-            _compat.run_other_accumulation_hooks(parameter)
-        for parameter, kept in self._aside.values():
-            parameter.grad = kept if parameter.grad is None else parameter.grad.add_(kept)
-            backend.watch.keep_pending([parameter])
-        self._launched.clear()
-        self._taken.clear()
-        self._aside.clear()
-        backend.log.add(self.record)
-
-    def _reduce_rest(self, group: "Group") -> None:
-        """Averages what no graph has reduced, and stands in with zeros for what only other ranks have."""
-        backend = self.backend
-        while True:
-            rest = self._rest(group)
-            details = "unmet" if backend.replica.has_unmet else None
-            event = Event(
-                END, (tuple(sorted(rest)),) if rest else (), details=details, owner=backend.replica.owner(group)
-            )
-            proposal = backend.agreement.announce(event, group, carried=bool(self._carried))
-            for launched in self._launched if backend.optimizer is None else ():
-                self.wait(launched)
-            decision = proposal.decision()
-            self.follow_decision(decision)
-            if decision.defer:
-                self.deferring = True
-            else:
-                self.stand_in(decision, group)
-            if group.rank not in decision.again:
-                break
-        if decision.compare:
-            backend.replica.compare_unmet(group)
-
-    def _rest(self, group: "Group") -> dict[int, Tensor]:
-        """The parameters that have something local, by number."""
-        watch, replica = self.backend.watch, self.backend.replica
-        self._carried += watch.take_pending()
-        found = [p for p in self._carried if p.grad is not None and id(p) not in self._taken]
-        found += [p for p, _ in self._held.values()]
-        if self._aside:  # left by a graph under no_sync, and reduced by another one: averaged, whichever came first
-            reduced = set(map(id, chain.from_iterable(launched.parameters for launched in self._launched)))
-            found += [p for identity, (p, _) in self._aside.items() if identity in reduced]
-        rest = {id(p): p for p in (*found, *self._local.values())}
-        watch.meet([p for p in rest.values() if replica.is_new(p, group)], group)
-        return {replica.number(p): p for p in rest.values()}
-
-    def stand_in(self, decision: Decision, group: "Group") -> None:
-        """Takes part in the reduction of buckets that no graph of this rank packs."""
-        backend = self.backend
-        at_end = group.rank not in decision.again  # and so are all others: none of them packs these into a bucket
-        sparse: list[Tensor] = []
-        packed: list[list[Tensor]] = []
-        for bucket in decision.buckets:
-            members = list(map(backend.replica.tensor, bucket))
-            sparse += [p for p in members if at_end and backend.expects_sparse(p, group)]
-            dense = [p for p in members if not (at_end and backend.expects_sparse(p, group))]
-            packed += packs(dense, backend.settings.cap)
-        unused = self.ids(decision.unused)
-        for members in packed:
-            flat, views = self.fill(members, [None] * len(members), unused)
-            kept = [i for i, p in enumerate(members) if id(p) not in unused]
-            self.launch(flat, members, kept, views, idle=unused, is_last=members is packed[-1], outside=True)
-            self.record.uncovered += tuple(map(backend.watch.name, members))
-            self.record.uncovered_bytes += flat.nbytes
-        for parameter in sparse:
-            self.launch_sparse(parameter, group)
 
     def ids(self, numbers: Iterable[int]) -> set[int]:
         """The ids of the parameters with these numbers."""
@@ -538,60 +415,9 @@ class Backward:
             if not launched.outside:
                 self.record.waited(launched.index)
 
-    def _write_all(self, optimizer: "OptimizerInBackward | None") -> None:
-        """Waits for each bucket and updates its parameters, while those after it travel; see Note [update]."""
-        if optimizer is None:
-            for launched in self._launched:
-                self.wait(launched)
-            for launched in self._launched:
-                self._write(launched)
-            return
-        outer = self.backend.around(self) if self._nested else None
-        if self._nested and outer is None:
-            raise RuntimeError(NESTED)
-        last = {id(p): launched for launched in self._launched for p in launched.parameters}
-        for launched in self._launched:
-            self.wait(launched)
-            self._write(launched)
-            ready = [p for p in launched.parameters if last[id(p)] is launched and id(p) not in self._later]
-            if outer is None:
-                optimizer.update(ready)
-            else:
-                outer.update_later(ready)
-        if self.group is None:
-            self.update_later(self._local.values())
-        if outer is None:
-            optimizer.update(self._later.values())
-        else:
-            outer.update_later(self._later.values())
-
     def update_later(self, parameters: Iterable[Tensor]) -> None:
         """Has parameters updated at the very end: a backward inside this one has averaged gradients for them."""
-        self._later.update((id(p), p) for p in parameters)
-
-    def _write(self, launched: Launched) -> None:
-        views, launched.views = launched.views, None
-        assert views is not None
-        taken = self._taken
-        if not taken and not self._returned and all(map(is_, map(_grad, launched.parameters), repeat(None))):
-            deque(map(setattr, launched.parameters, repeat("grad"), views), maxlen=0)
-            return
-        for parameter, view in zip(launched.parameters, views, strict=True):
-            if id(parameter) in self._returned and not launched.outside:
-                continue
-            current = parameter.grad
-            if view.is_sparse:
-                taken.pop(id(parameter), None)
-                parameter.grad = view if current is None else view + current
-            elif taken and id(parameter) in taken:
-                _, old = taken.pop(id(parameter))
-                old.copy_(view)
-                _compat.keep_until_read(view)
-                parameter.grad = old if current is None else old.add_(current)
-            elif current is None:
-                parameter.grad = view
-            else:
-                current.add_(view)
+        self.later.update((id(p), p) for p in parameters)
 
     def abort(self, error: BaseException | None = None) -> None:
         """Puts back what was taken and drains what was launched, for a backward that raised.
@@ -601,29 +427,25 @@ class Backward:
         if self.over:
             return
         self.over = True
-        self._spare_no_more()
-        for parameter, old in [*self._taken.values(), *self._aside.values()]:
-            parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
-        self._taken.clear()
-        self._aside.clear()
-        self._held.clear()
-        self._stood_in.clear()
-        self.backend.watch.keep_pending(self._carried)
+        self.spare_no_more()
+        self.holdings.put_back()
+        self.stood_in.clear()
+        self.backend.watch.keep_pending(self.carried)
         group = self.group
-        if group is None and self._local and self._synchronises(self._local.keys()):
+        if group is None and self.local and self.synchronises(self.local.keys()):
             with suppress(RuntimeError):
                 group = self.backend.lookup()
             self.record.sync = True
-        for launched in self._launched:
+        for launched in self.launched:
             if isinstance(launched.work, Travelling):
                 launched.work.abandon()
         if self.record.sync and group is not None and not isinstance(error, RanksDisagree):
             group.give_up(f"{type(error).__name__}: {error}" if error else "an exception outside of fxddp")
-            for launched in self._launched:
+            for launched in self.launched:
                 if launched.work is not None and not group.drain(launched.work):
                     break
-        self._launched.clear()
-        self._lazy.clear()
+        self.launched.clear()
+        self.lazy.clear()
         self.backend.forget(self)
 
 

@@ -74,7 +74,7 @@ class LocalRun(NodeRun):
                 self.handed[where] = view.clone()
                 self.backward.returned(parameter, None)
             elif where not in self.exceptions.dropped:
-                self.backward.set_aside(parameter, view)
+                self.backward.holdings.set_aside(parameter, view)
 
 
 class Reduction(NodeRun):
@@ -149,7 +149,7 @@ class Reduction(NodeRun):
                     view.zero_()
                     self.backward.stands_in(parameter)
                 elif decision.defer and where not in exceptions.skipped:
-                    self.backward.hold(parameter, view)
+                    self.backward.holdings.keep(parameter, view)
         if decision.defer:
             return
         if self._fold(bucket, flat, members) or exceptions.zeros:
@@ -164,7 +164,7 @@ class Reduction(NodeRun):
 
     def _fold(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor]) -> bool:
         """Adds what the parameters accumulated so far to the packed bucket, and takes it from them; whether any had."""
-        if not self.backward.have_accumulated(members):
+        if not self.backward.holdings.have_accumulated(members):
             return False
         into, added = [], []
         skipped = self.exceptions.skipped
@@ -222,7 +222,7 @@ class Reduction(NodeRun):
             and self.exceptions.none
             and self.backward.backend.travels_in_graphs
             and (artifact.group_name, artifact.group_size) == (group.name, group.size)
-            and not any(map(self.backward.have_accumulated, self.by_bucket))
+            and not any(map(self.backward.holdings.have_accumulated, self.by_bucket))
         )
 
     def _run_whole(self, inputs: list[Any]) -> list[Any]:

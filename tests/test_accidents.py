@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxddp
-from fxddp.backward import Backward
 from fxddp.compiler import Compilation
+from fxddp.ending import Ending
 from tests.live.lab import (
     Gradients,
     Mlp,
@@ -378,7 +378,7 @@ def die(rank: int, world: int, moment: str) -> None:
         loss_of(model, 1)
         end()
     if doomed and moment == "at the end":
-        Backward._finish = end  # type: ignore[method-assign, assignment]
+        Ending.run = end  # type: ignore[method-assign, assignment]
     loss_of(model, 1).backward()
     raise AssertionError("the step went through without the other rank")
 

@@ -1,0 +1,172 @@
+"""The end of a backward: what no graph reduced is reduced, everything is waited for, and every `.grad` is written."""
+
+from collections import deque
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import _compat
+from .decision import END, Decision, Event
+from .executor import bucket_views
+from .packing import packs
+
+if TYPE_CHECKING:
+    from .backward import Backward, Launched
+    from .group import Group
+    from .optimizer import OptimizerInBackward
+
+_grad = attrgetter("grad")
+
+NESTED = (
+    "an optimizer in backward cannot tell when a re-entrant checkpoint's backward is over, because nothing around it "
+    "is compiled: use torch.utils.checkpoint with use_reentrant=False, or call optimizer.step() yourself"
+)
+
+
+class Ending:
+    """What is done when autograd is through with a backward."""
+
+    def __init__(self, backward: "Backward") -> None:
+        self.backward = backward
+        self.holdings = backward.holdings
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Reduces what is still local, waits for everything and writes every `.grad`."""
+        backward, backend = self.backward, self.backward.backend
+        backward.spare_no_more()
+        for stranger in backward.strangers:
+            if stranger.grad is not None:
+                backward.local[id(stranger)] = stranger
+        synchronises = backward.synchronises(backward.local.keys())
+        if synchronises:
+            backward.record.sync = True
+            backward.group = backward.group or backend.lookup()
+            if backward.group is not None:
+                self._reduce_rest(backward.group)
+        else:
+            backend.watch.keep_pending(backward.local.values())
+        for launched, bucket, flat in backward.lazy:
+            launched.views = bucket_views(bucket, flat)
+        backward.lazy.clear()
+        self._write_all(backend.optimizer if synchronises else None)
+        if backward.session is not None:
+            backward.session.commit()
+        for parameter in backward.stood_in.values():  # autograd has accumulated nothing here, and called nobody
+            _compat.run_other_accumulation_hooks(parameter)
+        backend.watch.keep_pending(self.holdings.lay_back())
+        backward.launched.clear()
+        backend.log.add(backward.record)
+
+    def _reduce_rest(self, group: "Group") -> None:
+        """Averages what no graph has reduced, and stands in with zeros for what only other ranks have."""
+        backward, backend = self.backward, self.backward.backend
+        while True:
+            rest = self._rest(group)
+            details = "unmet" if backend.replica.has_unmet else None
+            event = Event(
+                END, (tuple(sorted(rest)),) if rest else (), details=details, owner=backend.replica.owner(group)
+            )
+            proposal = backend.agreement.announce(event, group, carried=bool(backward.carried))
+            for launched in backward.launched if backend.optimizer is None else ():
+                backward.wait(launched)
+            decision = proposal.decision()
+            backward.follow_decision(decision)
+            if decision.defer:
+                backward.deferring = True
+            else:
+                self._stand_in(decision, group)
+            if group.rank not in decision.again:
+                break
+        if decision.compare:
+            backend.replica.compare_unmet(group)
+
+    def _rest(self, group: "Group") -> dict[int, Tensor]:
+        """The parameters that have something local, by number."""
+        backward, holdings = self.backward, self.holdings
+        watch, replica = backward.backend.watch, backward.backend.replica
+        backward.carried += watch.take_pending()
+        found = [p for p in backward.carried if p.grad is not None and id(p) not in holdings.taken]
+        found += [p for p, _ in holdings.kept.values()]
+        if holdings.aside:  # left by a graph under no_sync, and reduced by another one: averaged, whichever came first
+            reduced = set(map(id, chain.from_iterable(launched.parameters for launched in backward.launched)))
+            found += [p for identity, (p, _) in holdings.aside.items() if identity in reduced]
+        rest = {id(p): p for p in (*found, *backward.local.values())}
+        watch.meet([p for p in rest.values() if replica.is_new(p, group)], group)
+        return {replica.number(p): p for p in rest.values()}
+
+    def _stand_in(self, decision: Decision, group: "Group") -> None:
+        """Takes part in the reduction of buckets that no graph of this rank packs."""
+        backward, backend = self.backward, self.backward.backend
+        at_end = group.rank not in decision.again  # and so are all others: none of them packs these into a bucket
+        sparse: list[Tensor] = []
+        packed: list[list[Tensor]] = []
+        for bucket in decision.buckets:
+            members = list(map(backend.replica.tensor, bucket))
+            sparse += [p for p in members if at_end and backend.expects_sparse(p, group)]
+            dense = [p for p in members if not (at_end and backend.expects_sparse(p, group))]
+            packed += packs(dense, backend.settings.cap)
+        unused = backward.ids(decision.unused)
+        for members in packed:
+            flat, views = backward.fill(members, [None] * len(members), unused)
+            kept = [i for i, p in enumerate(members) if id(p) not in unused]
+            backward.launch(flat, members, kept, views, idle=unused, is_last=members is packed[-1], outside=True)
+            backward.record.uncovered += tuple(map(backend.watch.name, members))
+            backward.record.uncovered_bytes += flat.nbytes
+        for parameter in sparse:
+            backward.launch_sparse(parameter, group)
+
+    def _write_all(self, optimizer: "OptimizerInBackward | None") -> None:
+        """Waits for each bucket and updates its parameters, while those after it travel; see Note [update]."""
+        backward = self.backward
+        if optimizer is None:
+            for launched in backward.launched:
+                backward.wait(launched)
+            for launched in backward.launched:
+                self._write(launched)
+            return
+        outer = backward.backend.around(backward) if backward.nested else None
+        if backward.nested and outer is None:
+            raise RuntimeError(NESTED)
+        last = {id(p): launched for launched in backward.launched for p in launched.parameters}
+        for launched in backward.launched:
+            backward.wait(launched)
+            self._write(launched)
+            ready = [p for p in launched.parameters if last[id(p)] is launched and id(p) not in backward.later]
+            if outer is None:
+                optimizer.update(ready)
+            else:
+                outer.update_later(ready)
+        if backward.group is None:
+            backward.update_later(backward.local.values())
+        if outer is None:
+            optimizer.update(backward.later.values())
+        else:
+            outer.update_later(backward.later.values())
+
+    def _write(self, launched: "Launched") -> None:
+        views, launched.views = launched.views, None
+        assert views is not None
+        taken = self.holdings.taken
+        if not taken and not self.backward.by_autograd and all(map(is_, map(_grad, launched.parameters), repeat(None))):
+            deque(map(setattr, launched.parameters, repeat("grad"), views), maxlen=0)
+            return
+        for parameter, view in zip(launched.parameters, views, strict=True):
+            if id(parameter) in self.backward.by_autograd and not launched.outside:
+                continue
+            current = parameter.grad
+            if view.is_sparse:
+                taken.pop(id(parameter), None)
+                parameter.grad = view if current is None else view + current
+            elif taken and id(parameter) in taken:
+                _, old = taken.pop(id(parameter))
+                old.copy_(view)
+                _compat.keep_until_read(view)
+                parameter.grad = old if current is None else old.add_(current)
+            elif current is None:
+                parameter.grad = view
+            else:
+                current.add_(view)
