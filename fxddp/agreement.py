@@ -42,7 +42,7 @@ class Proposal:
         self._decision = decision
 
     def receive(self) -> bytes | None:
-        """Waits for what rank 0 cast with this event; None if it is at another, and a decision tells what is done.
+        """Waits for what rank 0 cast with this event; None if a rank is at another, and a decision tells what is done.
 
         Raises:
             RanksDisagree: rank 0 does not come.
@@ -58,7 +58,7 @@ class Proposal:
         """
         if self._decision is None:
             assert self._announced is not None
-            self._group.settle()  # another rank may wait for a bucket before it comes here
+            self._group.settle_all()
             self._decision = self._agreement.conclude(self, self._announced.records(), self._group)
             self._announced = None
         return self._decision

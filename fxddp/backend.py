@@ -231,20 +231,19 @@ class Backend:
             RuntimeError: there is one already.
             TypeError, ValueError: it is no such function.
         """
-        if self.settings.lanes or self.settings.algorithm != "all_reduce":
-            raise RuntimeError(
-                "a communication hook starts its own collectives, but this backend has "
-                f"{len(self.settings.lanes) or 1} process group(s) and algorithm={self.settings.algorithm!r}: make it "
-                "without"
-            )
         self.use_comm_hook(CommHook(state, hook))
 
     def use_comm_hook(self, hook: CommHook) -> None:
         """`register_comm_hook` of what is one already."""
+        if self.settings.lanes or self.settings.algorithm != "all_reduce":
+            raise RuntimeError(
+                f"{hook.name} starts its own collectives, but this backend has {len(self.settings.lanes) or 1} process "
+                f"group(s) and algorithm={self.settings.algorithm!r}: leave one of both out"
+            )
         if self.hook_name is not None:
             raise RuntimeError(
-                "register_comm_hook or register_builtin_comm_hook can only be called once: this backend has "
-                f"{self.hook_name} already"
+                f"{hook.name} cannot run on the buckets too: register_comm_hook or register_builtin_comm_hook can only "
+                f"be called once: this backend has {self.hook_name} already"
             )
         self.comm_hook = hook
 

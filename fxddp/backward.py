@@ -107,6 +107,7 @@ class Backward:
         self.over = False
         self.deferring = False
         self._calls = 0
+        self._active = 0
         self.launched: list[Launched] = []
         self.lazy: list[tuple[Launched, Bucket, Tensor]] = []
         self.holdings = Holdings()
@@ -143,9 +144,10 @@ class Backward:
 
     def follow_decision(self, decision: Decision) -> None:
         """Divides by the number of ranks that have inputs from now on, if `join` was asked to."""
-        divides = self.backend.comm_hook is None and not self.backend.divide_by_initial_world_size
-        if decision.active is not None and divides:
-            self.scale = 1.0 / decision.active
+        if decision.active is not None and not self.backend.divide_by_initial_world_size:
+            self._active = decision.active
+            if self.backend.comm_hook is None:
+                self.scale = 1.0 / decision.active
 
     def enter(self, call: "Call") -> None:
         """Notes that a compiled node of this backward starts."""
@@ -208,7 +210,8 @@ class Backward:
                 record.travels(flat.nbytes)
             else:
                 record.travels(flat.nbytes)
-                launched.work = hook.run(flat, members, index, group, is_last=is_last, names=self._names(members))
+                names, divisor = self._names(members), self._active or group.size
+                launched.work = hook.run(flat, members, index, group, is_last=is_last, names=names, divisor=divisor)
             launched.index = record.launch_outside() if outside else record.launch(flat.nbytes, launched.work)
         self.launched.append(launched)
         return launched
@@ -310,13 +313,14 @@ class Backward:
             self.stands_in(parameter)
         total = sparse_gradient(parameter, held if old is None else [old * self.scale, *held])
         group.settle()
+        self.record.uncovered_bytes += total.values().nbytes
+        self.record.travels(total.values().nbytes)
         launched = Launched([parameter], [total], outside=True)
         with ranges.launch(ranges.OUTSIDE):
             launched.work = group.all_reduce(total)
         launched.index = self.record.launch_outside()
         self.launched.append(launched)
         self.record.uncovered += (self.backend.watch.name(parameter),)
-        self.record.uncovered_bytes += total.values().nbytes
 
     # --- called by hooks, when autograd accumulated into a watched parameter ----------------------
 
@@ -349,6 +353,8 @@ class Backward:
             self.local[identity] = parameter
             return
         group = self.group or self.backend.lookup()
+        if group is None:  # alone: an optimizer in backward updates it
+            self.local[identity] = parameter
         if group is None or not self.synchronises({identity}):
             return
         self.group = group

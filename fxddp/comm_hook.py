@@ -127,9 +127,17 @@ class CommHook:
         self._last: HookWork | None = None
 
     def run(
-        self, flat: Tensor, parameters: Sequence[Tensor], index: int, group: "Group", *, is_last: bool, names: str
+        self,
+        flat: Tensor,
+        parameters: Sequence[Tensor],
+        index: int,
+        group: "Group",
+        *,
+        is_last: bool,
+        names: str,
+        divisor: int,
     ) -> HookWork:
-        """Calls the hook for a bucket; see Note [order of hooks].
+        """Calls the hook for a bucket; see Note [order of hooks]. It divides by itself.
 
         Raises:
             Failed: it raised; names hook, bucket and parameters.
@@ -165,19 +173,28 @@ class ReducedPrecision(CommHook):
         self._dtype = dtype
 
     def run(
-        self, flat: Tensor, parameters: Sequence[Tensor], index: int, group: "Group", *, is_last: bool, names: str
+        self,
+        flat: Tensor,
+        parameters: Sequence[Tensor],
+        index: int,
+        group: "Group",
+        *,
+        is_last: bool,
+        names: str,
+        divisor: int,
     ) -> Any:
-        """Starts the all-reduce of a bucket."""
-        return CastWork(flat, self._dtype if flat.is_floating_point() else flat.dtype, group)
+        """Starts the all-reduce of a bucket, which is divided by `divisor` then."""
+        group.settle()
+        return CastWork(flat, self._dtype if flat.is_floating_point() else flat.dtype, group, divisor)
 
 
 class CastWork:
     """The average of a bucket that travels in another dtype; waits as the work of a collective does."""
 
-    def __init__(self, flat: Tensor, dtype: torch.dtype, group: "Group") -> None:
+    def __init__(self, flat: Tensor, dtype: torch.dtype, group: "Group", divisor: int) -> None:
         self._flat = flat
         self._sum = flat.to(dtype)
-        self._size = group.size
+        self._divisor = divisor
         self._work = group.all_reduce(self._sum)
 
     def is_completed(self) -> bool:
@@ -187,7 +204,7 @@ class CastWork:
     def wait(self, *timeout: timedelta) -> None:
         """Waits for the sum, and puts the average into the bucket."""
         self._work.wait(*timeout)
-        self._flat.copy_(self._sum.div_(self._size))
+        self._flat.copy_(self._sum.div_(self._divisor))
 
 
 def _annotations(hook: Callable[..., Any]) -> tuple[Any, Any]:

@@ -113,11 +113,11 @@ def make_settings(
             f"split=False keeps the all-reduces inside one graph; {len(lanes) or 1} process_group(s) with "
             f"algorithm={algorithm!r} need split=True"
         )
+    codec = _codec(comm_hook)
     if (lanes or algorithm != "all_reduce") and callable(comm_hook):
         raise ValueError(
             f"comm_hook starts its own collectives: leave it out, or algorithm={algorithm!r} and process_group lists"
         )
-    codec = _codec(comm_hook)
     return Settings(
         comm_hook=None if codec is not None else comm_hook,  # type: ignore[arg-type]  # then it is callable
         codec=codec,
@@ -145,6 +145,8 @@ def _groups(given: Any) -> tuple[dist.ProcessGroup | None, tuple[dist.ProcessGro
             f"of the same ranks, or None for the default group, got {given!r}"
         )
     ranks = [dist.get_process_group_ranks(group) for group in found] if several else []
+    if len(set(map(id, found))) < len(found):
+        raise ValueError("process_group: a group stands twice in the list; buckets go in turns over different groups")
     if any(each != ranks[0] for each in ranks):
         raise ValueError(f"process_group: buckets go in turns over groups of the same ranks, got groups of {ranks}")
     return (found[0] if found else None), (found if len(found) > 1 else ())

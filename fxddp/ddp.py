@@ -347,7 +347,11 @@ class DistributedDataParallel(Members):
         memo[id(self)] = new
         state = {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED}
         new.__dict__.update(copy.deepcopy({k: v for k, v in state.items() if k != "_settings"}, memo))
-        new.__dict__["_settings"] = replace(self._settings, codec=copy.deepcopy(self._settings.codec, memo))
+        new.__dict__["_settings"] = replace(
+            self._settings,
+            codec=copy.deepcopy(self._settings.codec, memo),
+            optimizer=copy.deepcopy(self._settings.optimizer, memo),
+        )
         for key in ("process_group", "device_mesh"):
             if key in self.__dict__:
                 new.__dict__[key] = self.__dict__[key]

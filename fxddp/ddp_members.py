@@ -144,7 +144,9 @@ class Members(nn.parallel.DistributedDataParallel):
             kwargs: for its constructor.
         """
         parameters = self._module_parameters if optim_params is None else optim_params
-        self.backend.register_optimizer(optimizer_over(optim, parameters, *args, **kwargs))
+        optimizer = optimizer_over(optim, parameters, *args, **kwargs)
+        self.backend.register_optimizer(optimizer)
+        self._change_settings(optimizer=optimizer)  # for copies
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         raise NotImplementedError("_set_sparse_metadata: sparse gradients need none, and travel dense but on gloo")

@@ -20,6 +20,7 @@ from .decision import Decision
 if TYPE_CHECKING:
     from .agreement import Proposal
     from .backend import Backend
+    from .transport import Stages
 
 DRAIN = timedelta(seconds=30)
 
@@ -36,6 +37,7 @@ class Group:
         owners: the backends by number.
         joint: what was decided where ranks were at different steps, by the records of all; the same on all ranks.
         notices: the backend of `Join`'s first model, and how many of its next forwards' notices were answered.
+        lines: where buckets go through stages; see Note [stages] in `transport.py`.
         unsettled: a bucket under way with collectives left to start; see Note [rounds] in `compression.py`.
         taken_together: steps that all ranks took together, so that it is safe to expect the same of them again.
         unconfirmed: what was announced and acted upon, before the other ranks' records were there.
@@ -53,6 +55,7 @@ class Group:
         self._joint_size = 0
         self.notices = (0, 0)
         self.unsettled: Any = None
+        self.lines: weakref.WeakSet[Stages] = weakref.WeakSet()
         self.shadowed: list[tuple[int, str, Any]] = []
         self.unconfirmed: Proposal | None = None
         self.taken_together: set[Record] = set()
@@ -109,6 +112,12 @@ class Group:
         """Starts what is left to start of a bucket under way: before anything else starts."""
         if self.unsettled is not None:
             self.wait(SimpleNamespace(wait=self.unsettled.settle), lambda: "send the second part of a bucket")
+
+    def settle_all(self) -> None:
+        """Starts all that is left to start: another rank may wait for it before it comes to where this one waits."""
+        self.settle()
+        for line in self.lines:
+            self.wait(SimpleNamespace(wait=line.enter_all), lambda: "send the next part of a bucket")
 
     def all_reduce(self, tensor: Tensor, over: dist.ProcessGroup | None = None, *, counts: bool = True) -> Any:
         """Starts summing `tensor` over the ranks, in place; returns the work to wait for.

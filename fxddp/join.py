@@ -167,7 +167,9 @@ def _reduce_zeros(
                 group.settle()
                 works.append((transport.start(flat.zero_(), index), flat))
             else:
-                works.append((hook.run(flat.zero_(), members, index, group, is_last=is_last, names="zeros"), flat))
+                works.append(
+                    (hook.run(flat.zero_(), members, index, group, is_last=is_last, names="zeros", divisor=1), flat)
+                )
     for parameter in sparse:
         zeros = sparse_gradient(parameter)
         group.settle()

@@ -8,6 +8,7 @@ An update is the user's optimizer's own `step`, on a part of its parameters: the
 time (so that learning rate schedulers work), and one state, so that its `state_dict` is as after `step()`.
 """
 
+import functools
 import itertools
 import weakref
 from collections import defaultdict
@@ -22,9 +23,13 @@ from . import _compat
 
 KEPT_PARTS = 256
 
+STEP_HOOKS = (
+    "the optimizer in backward has hooks around its step, which runs once for each bucket there: remove them, or call "
+    "optimizer.step() yourself"
+)
+
 _numbers = itertools.count()
-_updated: dict[int, "weakref.ref[Tensor]"] = {}
-"""Parameters that some backward updates."""
+_living: "weakref.WeakSet[OptimizerInBackward]" = weakref.WeakSet()
 
 
 class OptimizerInBackward:
@@ -46,27 +51,42 @@ class OptimizerInBackward:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("optimizer=LBFGS evaluates the loss several times in a step: it cannot run in backward")
         if _compat.has_step_hooks(optimizer):
-            raise ValueError(
-                "optimizer has hooks around its step, which runs once for each bucket in backward: remove them"
-            )
+            raise ValueError(STEP_HOOKS)
         self._optimizer = optimizer
         ours = type(optimizer).__module__.startswith("torch.optim")
         self._compiles = compiles and ours and not any(group.get("fused") for group in optimizer.param_groups)
         self._group_of: dict[int, int] = {}
         self._parts: dict[tuple[int, ...], _Part] = {}
-        _compat.before_clipping(_refuse_clipping)
+        self._updated: set[int] = set()
+        if not _living:
+            _guard_clipping()
+        _living.add(self)
 
     @property
     def name(self) -> str:
         """The optimizer's class."""
         return type(self._optimizer).__qualname__
 
+    def begin(self) -> None:
+        """Called when a backward starts to update.
+
+        Raises:
+            RuntimeError: hooks were put around the optimizer's step.
+        """
+        if _compat.has_step_hooks(self._optimizer):
+            raise RuntimeError(STEP_HOOKS)
+        self._updated.clear()
+        group_of = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+        if group_of != self._group_of:
+            self._group_of = group_of
+            self._parts.clear()
+
+    def has_updated(self, parameter: Tensor) -> bool:
+        """Whether the last backward has updated a parameter and taken its gradient."""
+        return parameter.grad is None and id(parameter) in self._updated
+
     def update(self, parameters: Iterable[Tensor]) -> None:
         """Updates those of these parameters that have a gradient and that the optimizer knows; takes the gradients."""
-        if len(self._group_of) != sum(len(group["params"]) for group in self._optimizer.param_groups):
-            groups = enumerate(self._optimizer.param_groups)
-            self._group_of = {id(p): i for i, group in groups for p in group["params"]}
-            self._parts.clear()
         ready = [p for p in parameters if p.grad is not None and id(p) in self._group_of]
         if not ready:
             return
@@ -76,8 +96,8 @@ class OptimizerInBackward:
             if len(self._parts) >= KEPT_PARTS:  # routed models may have ever new combinations
                 self._parts.clear()
             part = self._parts[key] = _Part(self._optimizer, self._group_of, ready, compiles=self._compiles)
-            _updated.update((id(p), weakref.ref(p)) for p in ready)
         part.step()
+        self._updated.update(key)
         _compat.note_step(self._optimizer)
         for parameter in ready:
             parameter.grad = None
@@ -154,8 +174,13 @@ def optimizer_over(optim: type[Optimizer], parameters: Iterable[nn.Parameter], *
     return optim(list(parameters), *args, **kwargs)
 
 
+@functools.cache
+def _guard_clipping() -> None:
+    _compat.before_clipping(_refuse_clipping)
+
+
 def _refuse_clipping(parameters: Iterable[Tensor]) -> None:
-    gone = [tuple(p.shape) for p in parameters if p.grad is None and id(p) in _updated and _updated[id(p)]() is p]
+    gone = [tuple(p.shape) for p in parameters if any(optimizer.has_updated(p) for optimizer in _living)]
     if gone:
         raise RuntimeError(
             f"clip_grad_norm_ came after the backward that has updated {len(gone)} of these parameters already (the "

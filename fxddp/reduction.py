@@ -231,6 +231,7 @@ class Reduction(NodeRun):
         backward.record.piece()
         arguments = [*inputs, *scale_tensors(program, backward.scale)]
         inputs.clear()
+        self.call.group.settle()
         values = list(self.artifact.whole(arguments))
         members: list[Tensor] = []
         views: list[Tensor] = []

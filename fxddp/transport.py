@@ -126,6 +126,7 @@ class Stages:
         self._stages = tuple(stages.values())
         self._line: list[Staged] = []
         self._streams: list[Any] = []
+        group.lines.add(self)
 
     def start(self, tensor: Tensor, index: int, *, counts: bool = True) -> Any:
         """As in `Transport`."""
@@ -147,6 +148,13 @@ class Stages:
         """Waits until a bucket has left the last stage."""
         while bucket in self._line:
             work = self._line[0].work  # nothing is ahead of the first one, so that it is in a stage
+            work.wait() if timeout is None else work.wait(timeout)
+            self._move()
+
+    def enter_all(self, timeout: timedelta | None = None) -> None:
+        """Has every bucket enter its last stage: another rank may wait for it before it comes to where this one is."""
+        while waiting := next((b for b in self._line if b.entered < len(self._stages)), None):
+            work = waiting.work  # all ahead of it have entered their last, so that it is in a stage
             work.wait() if timeout is None else work.wait(timeout)
             self._move()
 
@@ -211,8 +219,8 @@ def _ring(group: "Group") -> Stages:
 
 
 def _hierarchical(group: "Group", mesh: DeviceMesh) -> Stages:
-    across, inside = mesh.get_group(0), mesh.get_group(1)
-    back = _compat.twin(inside)
+    inside = mesh.get_group(1)
+    across, back = _compat.twin(mesh.get_group(0)), _compat.twin(inside)  # which nobody else uses
     node = mesh.size(1)
     return Stages(
         group,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxddp
+from fxddp.backward import Backward
 from fxddp.compiler import Compilation
 from fxddp.ending import Ending
 from tests.live.lab import (

@@ -346,7 +346,7 @@ def test_clipping_elsewhere_goes_on():
     [
         (lambda _: "SGD", "optimizer must be a torch.optim.Optimizer"),
         (lambda module: torch.optim.LBFGS(module.parameters()), "LBFGS evaluates the loss several times"),
-        (lambda module: _with_hook(optimizer_of("SGD", module)), "hooks around its step"),
+        (lambda module: _with_hook(optimizer_of("SGD", module)), "has hooks around its step"),
     ],
 )
 def test_what_is_no_optimizer_for_a_backward(make: Callable[[nn.Module], Any], message: str):

@@ -9,7 +9,6 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_guards: list[Callable[[Iterable[Tensor]], None]] = []
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -21,6 +20,7 @@ def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """An optimizer of the same class with the same state and settings, for some of the parameters."""
     part: Optimizer = object.__new__(type(optimizer))
     part.__dict__.update(vars(optimizer))
+    part.__dict__.pop("step", None)  # a learning rate scheduler's, bound to the whole optimizer
     part.__dict__.update((name, OrderedDict()) for name in _HOOKS)
     part.param_groups = groups
     return part
@@ -33,14 +33,11 @@ def note_step(optimizer: Optimizer) -> None:
 
 def before_clipping(guard: Callable[[Iterable[Tensor]], None]) -> None:
     """Has `guard` look at the parameters whose gradients `torch.nn.utils.clip_grad_norm_` is about to scale."""
-    if not _guards:
-        scale = clip_grad._clip_grads_with_norm_
+    scale = clip_grad._clip_grads_with_norm_
 
-        def guarded(parameters: Any, *args: Any, **kwargs: Any) -> None:
-            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            for look in _guards:
-                look(parameters)
-            scale(parameters, *args, **kwargs)
+    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        guard(parameters)
+        scale(parameters, *args, **kwargs)
 
-        clip_grad._clip_grads_with_norm_ = guarded
-    _guards.append(guard)
+    clip_grad._clip_grads_with_norm_ = guarded
