@@ -177,7 +177,8 @@ def meshes(rank: int, world: int) -> None:
         ({"algorithm": "tree"}, "algorithm must be one of"),
         ({"process_group": []}, "a list of such groups"),
         ({"process_group": [dist.group.WORLD, None]}, "a list of such groups"),
-        ({"process_group": [dist.group.WORLD, dist.group.WORLD], "algorithm": "ring"}, "makes its own groups"),
+        ({"process_group": [dist.group.WORLD, dist.group.WORLD]}, "a group stands twice"),
+        ({"process_group": [dist.group.WORLD, dist.new_group()], "algorithm": "ring"}, "makes its own groups"),
         ({"algorithm": "ring", "split": False}, "need split=True"),
         ({"algorithm": "ring", "comm_hook": lambda state, bucket: None}, "starts its own collectives"),
     ):
@@ -237,6 +238,9 @@ def test_every_stage_sees_the_buckets_in_order():
         return start
 
     class Alone:
+        def __init__(self) -> None:
+            self.lines: set[Stages] = set()
+
         def count(self) -> None:
             pass
 
