@@ -297,7 +297,9 @@ class Backend:
         so do `zero_grad` and, with an error, `clip_grad_norm_`. Gradients accumulate under `no_sync` and are used with
         those of the next synchronised backward. Learning rate schedulers and the optimizer's `state_dict` work as ever.
         With inner="inductor" updates of torch's own optimizers are compiled, bucket by bucket, unless `fused=True`.
-        A `GradScaler` or anything else that looks at gradients before the step cannot be combined with it.
+        Every synchronised backward is a step, and what it gives no gradient is not updated, whatever `zero_grad` left
+        there. A `GradScaler` is refused; whatever else looks at gradients before the step, or an optimizer of your own
+        whose update of a parameter depends on other parameters, cannot be combined with it.
 
         Args:
             optimizer: over any of the parameters; others keep their gradients.

@@ -264,7 +264,7 @@ class Channel:
     def _break(self, message: str, cause: BaseException | None = None) -> None:
         """Gives up the channel for good: its ranks cannot know any more where the others are."""
         self._broken = f"{message}. The ranks lost each other there: start the training again from a checkpoint"
-        self._note(message, lost=True)
+        self._note(f"lost the others: {message}", lost=True)
         raise RanksDisagree(message) from cause
 
     def close(self) -> None:

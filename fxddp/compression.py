@@ -31,6 +31,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import _compat, ranges
@@ -395,7 +396,7 @@ class Codec(ABC):
                     for k, v in values.items() if v is not None}  # fmt: skip
             if kept:
                 found[name] = kept
-        return {"codec": str(self), "parameters": found}
+        return {"codec": str(self), "rank": _rank(), "parameters": found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave; on all ranks, before the next backward.
@@ -404,21 +405,34 @@ class Codec(ABC):
         them out with `{name: {k: v for k, v in kept.items() if k != "error"} …}`.
 
         Raises:
-            ValueError: it is no such state, or of another codec.
+            ValueError: it is no such state, or of another codec, or holds another rank's errors.
         """
-        if not isinstance(state, Mapping) or state.keys() != {"codec", "parameters"}:
+        if not isinstance(state, Mapping) or not state.keys() >= {"codec", "parameters"}:
             raise ValueError(f"expected what {type(self).__name__}.state_dict() gave, got {state!r:.80}")
         if state["codec"] != str(self):
             raise ValueError(f"this state was saved by {state['codec']}, this codec is {self}: make it with the same")
-        self.memory.load(state["parameters"])
-        self._loaded = f" with state {_shared_digest(state['parameters'])}" if state["parameters"] else ""
+        whose = state.get("rank", _rank())
+        if whose != _rank() and any(values.get(ERROR) is not None for values in state["parameters"].values()):
+            raise ValueError(
+                f"this is the state of rank {whose}, loaded on rank {_rank()}: what a rank still owes is its own. Save "
+                "and load one state for each rank, or leave the errors out, as the docstring shows"
+            )
+        self._load(state["parameters"])
+
+    def _load(self, parameters: Mapping[str, Mapping[str, Any]]) -> None:
+        self.memory.load(parameters)
+        self._loaded = f" with state {_shared_digest(parameters)}" if parameters else ""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "memory": self.state_dict()}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update({**values, "memory": Memory()})
-        self.load_state_dict(values["memory"])
+        self._load(values["memory"]["parameters"])
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _shared_digest(parameters: Mapping[str, Mapping[str, Any]]) -> str:

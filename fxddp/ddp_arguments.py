@@ -54,6 +54,8 @@ def group(process_group: Any, device_mesh: DeviceMesh | None, algorithm: str | N
             f"process_group must be a torch.distributed.ProcessGroup that this rank belongs to, or None for the "
             f"default group, got {found!r}"
         )
+    if not _compat.group_exists(found):
+        raise ValueError("the process_group was destroyed; make a new one first")
     return found
 
 

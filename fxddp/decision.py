@@ -221,7 +221,10 @@ REMEDY = (
 )
 
 
-EVALUATES = "One trains while another evaluates: call train() and eval() on all ranks alike"
+EVALUATES = (
+    "One trains while another evaluates, or ran another number of forwards or backwards, as after an error between "
+    "them: call train() and eval() on all ranks alike, and skip a step on all ranks or on none"
+)
 
 
 def _difference(active: dict[int, Event], name: Callable[[int], str]) -> str:

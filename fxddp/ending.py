@@ -131,7 +131,7 @@ class Ending:
         outer = backward.backend.around(backward) if backward.nested else None
         if backward.nested and outer is None:
             raise RuntimeError(NESTED)
-        optimizer.begin()
+        optimizer.begin(backward.task if outer is None else outer.task)
         last = {id(p): launched for launched in backward.launched for p in launched.parameters}
         for launched in backward.launched:
             backward.wait(launched)

@@ -5,7 +5,9 @@ contribution has arrived is updated there, and its gradient goes no further. By 
 nothing reads the old value any more; what the update hides is the communication behind it.
 
 An update is the user's optimizer's own `step`, on a part of its parameters: the same kernels, settings read anew each
-time (so that learning rate schedulers work), and one state, so that its `state_dict` is as after `step()`.
+time (so that learning rate schedulers work), and one state, so that its `state_dict` is as after `step()`. Every
+synchronised backward is a step: of several per iteration, or of one through another model's parameters, each updates.
+What a backward gives no gradient is not updated.
 """
 
 import functools
@@ -29,6 +31,9 @@ STEP_HOOKS = (
 )
 
 _numbers = itertools.count()
+_scaled: set[int] = set()
+"""Backwards of losses that a GradScaler has scaled."""
+
 _living: "weakref.WeakSet[OptimizerInBackward]" = weakref.WeakSet()
 
 
@@ -58,8 +63,7 @@ class OptimizerInBackward:
         self._group_of: dict[int, int] = {}
         self._parts: dict[tuple[int, ...], _Part] = {}
         self._updated: set[int] = set()
-        if not _living:
-            _guard_clipping()
+        _guard()
         _living.add(self)
 
     @property
@@ -67,12 +71,21 @@ class OptimizerInBackward:
         """The optimizer's class."""
         return type(self._optimizer).__qualname__
 
-    def begin(self) -> None:
+    def begin(self, task: int) -> None:
         """Called when a backward starts to update.
 
+        Args:
+            task: identifies the backward.
+
         Raises:
-            RuntimeError: hooks were put around the optimizer's step.
+            RuntimeError: hooks were put around the optimizer's step, or the gradients are scaled.
         """
+        if task in _scaled:
+            raise RuntimeError(
+                f"a GradScaler scaled this loss, and an optimizer in backward ({self.name}) would update with scaled "
+                "gradients, before the scaler looks at them: leave the scaler out (bfloat16 needs none), or call "
+                "scaler.step(optimizer) yourself, without optimizer=…"
+            )
         if _compat.has_step_hooks(self._optimizer):
             raise RuntimeError(STEP_HOOKS)
         self._updated.clear()
@@ -175,8 +188,15 @@ def optimizer_over(optim: type[Optimizer], parameters: Iterable[nn.Parameter], *
 
 
 @functools.cache
-def _guard_clipping() -> None:
+def _guard() -> None:
     _compat.before_clipping(_refuse_clipping)
+    _compat.when_scaled(_note_scaled)
+
+
+def _note_scaled() -> None:
+    if len(_scaled) >= KEPT_PARTS:
+        _scaled.clear()
+    _scaled.add(_compat.task_id())
 
 
 def _refuse_clipping(parameters: Iterable[Tensor]) -> None:

@@ -239,7 +239,7 @@ def _common(settings: "Settings") -> dict[str, Any]:
         "static_graph": settings.static_graph,
         "init_sync": settings.init_sync,
         "algorithm": settings.algorithm,
-        "the number of process groups": len(settings.lanes) or 1,
+        "the list of process groups": [str(lane.group_name) for lane in settings.lanes],
         "forward_sync_buffers": settings.forward_sync_buffers,
     }
 

@@ -966,3 +966,29 @@ def test_errors_of_a_codec_name_bucket_and_parameters(pool: Pool):
 
 def test_levels_are_ordered_by_care():
     assert LEVELS == ("full", "bf16", "fp16", "int8")
+
+
+def foreign(rank: int, world: int) -> None:
+    """What rank 0 owes is not what the others owe; without errors a state is anybody's."""
+    codec = fxddp.Int8()
+    module = seeded(0, Mlp)
+    model, _ = compiled(module, comm_hook=codec)
+    for i in range(2):
+        loss_of(model, i).backward()
+    states: list[Any] = [None] * world
+    dist.all_gather_object(states, codec.state_dict())
+    fresh = fxddp.Int8()
+    if rank == 0:
+        fresh.load_state_dict(states[0])
+    else:
+        message = str(error_of(lambda: fresh.load_state_dict(states[0])))
+        expect(f"this is the state of rank 0, loaded on rank {rank}" in message, message)
+    parameters = {
+        name: {key: value for key, value in kept.items() if key != "error"}
+        for name, kept in states[0]["parameters"].items()
+    }
+    fresh.load_state_dict({**states[0], "parameters": parameters})
+
+
+def test_the_state_of_another_rank(pool: Pool):
+    pool.run(foreign)

@@ -378,3 +378,23 @@ def test_alone_without_a_process_group():
             stepped.step()
             stepped.zero_grad()
         expect_equal(weights(module), weights(reference), f"step {step}", tol=1e-6)
+
+
+def scaled(rank: int, world: int) -> str:
+    """A scaler's gradients are never used; a scaler of another model's loss is nobody's business."""
+    module, other = seeded(0, Mlp), seeded(1, Mlp)
+    model, _ = compiled(module, optimizer=optimizer_of("SGD", module))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss_of(model, 0).backward()
+    scaler.scale(loss_of(other, 0)).backward()
+    loss_of(model, 1).backward()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    message = str(error_of(lambda: scaler.scale(loss_of(model, 2)).backward()))
+    expect_equal(weights(module), before, "after the error")
+    torch.amp.GradScaler("cpu", enabled=False).scale(loss_of(model, 3)).backward()
+    return message
+
+
+def test_a_scaler_is_refused(pool: Pool):
+    for message in pool.run(scaled):
+        assert "a GradScaler scaled this loss, and an optimizer in backward (SGD) would update with scaled" in message

@@ -90,6 +90,7 @@ from .optimizer import (
     has_step_hooks,
     note_step,
     part_of,
+    when_scaled,
 )
 
 __all__ = [
@@ -169,5 +170,6 @@ __all__ = [
     "traces_compilation",
     "twin",
     "upstream_leaves",
+    "when_scaled",
     "with_own_code",
 ]

@@ -1,10 +1,12 @@
 """What is private in torch's optimizers and of use to an update in backward. Checked on 2.11 to 2.14."""
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
@@ -41,3 +43,18 @@ def before_clipping(guard: Callable[[Iterable[Tensor]], None]) -> None:
         scale(parameters, *args, **kwargs)
 
     clip_grad._clip_grads_with_norm_ = guarded
+
+
+def when_scaled(note: Callable[[], None]) -> None:
+    """Has `note` called in every backward through a loss that a `torch.amp.GradScaler` has scaled."""
+    scale = GradScaler.scale
+
+    @functools.wraps(scale)
+    def noted(self: GradScaler, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        for tensor in [scaled] if isinstance(scaled, Tensor) else scaled:
+            if self.is_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: note())
+        return scaled
+
+    GradScaler.scale = noted  # type: ignore[method-assign]
