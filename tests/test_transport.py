@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import time
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxddp
+from fxddp import _compat
 from fxddp.transport import Staged, Stages
 from tests.live.lab import (
+    SMALL,
     Mlp,
     average,
     buckets,
@@ -30,13 +33,6 @@ from tests.live.lab import (
     seeded,
 )
 from tests.live.pool import Pool
-
-
-@pytest.fixture(scope="module")
-def pool4(cache_dir: Path) -> Iterator[Pool]:
-    """Four processes: two nodes of two."""
-    with Pool(4, cache_dir=cache_dir) as pool:
-        yield pool
 
 
 class Mixed(nn.Module):
@@ -104,6 +100,82 @@ def test_parts_of_a_third(pool3: Pool):
 
 def test_two_nodes_of_two(pool4: Pool):
     pool4.run(summed, "2")
+
+
+def two_models(rank: int, world: int) -> None:
+    """Buckets of two models in one backward, which nodes see come through the first stage in another order."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    modules = [seeded(seed, Mlp) for seed in range(2)]
+    models = [compiled(module, device_mesh=mesh)[0] for module in modules]
+    scatter = _compat.reduce_scatter
+
+    def slow(*arguments: Any) -> Any:
+        work, since = scatter(*arguments), time.monotonic()
+        return SimpleNamespace(
+            wait=work.wait, is_completed=lambda: time.monotonic() - since > 0.2 and work.is_completed()
+        )
+
+    with mock.patch.object(_compat, "reduce_scatter", slow if rank // 2 else scatter):
+        for i in range(2):
+            for module in modules:
+                module.zero_grad()
+            sum(loss_of(model, i) for model in models).backward()  # type: ignore[union-attr]
+            for module in modules:
+                expect_equal(gradients(module), average(local(module, i)), f"step {i}", tol=1e-6)
+
+
+def test_two_models_on_one_mesh(pool4: Pool):
+    pool4.run(two_models, timeout=30)
+
+
+class Two(nn.Module):
+    """Two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+def waited(rank: int, world: int) -> None:
+    """A rank waits earlier for a bucket than the others, which come to theirs only after another announcement."""
+    module = seeded(0, Two)
+    if rank == 0:
+        module.last.weight.register_post_accumulate_grad_hook(lambda _: None)
+    model, _ = compiled(module, algorithm="ring")
+    for i in range(3):
+        module.zero_grad()
+        loss_of(model, i).backward()
+        expect_equal(gradients(module), average(local(module, i)), f"step {i}", tol=1e-6)
+
+
+def test_a_rank_that_waits_between_graphs(pool: Pool):
+    pool.run(waited, timeout=30)
+
+
+def joined_in_graphs(rank: int, world: int, make: type[nn.Module], updates: bool) -> None:
+    """A rank without inputs waits for the other's buckets in other places than that one."""
+    module = seeded(0, make)
+    options = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1)} if updates else {}
+    model = fxddp.DistributedDataParallel(module, algorithm="ring", inner="aot_eager", bucket_cap_mb=SMALL, **options)
+    loss_of(model, 0).backward()
+    with model.join():
+        for i in range(2 + 2 * rank):
+            loss_of(model, i).backward()
+    if updates:
+        ours = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+        everyone = [torch.empty_like(ours) for _ in range(world)]
+        dist.all_gather(everyone, ours)
+        expect(all(torch.equal(one, ours) for one in everyone), "equal weights on all ranks")
+
+
+@pytest.mark.parametrize(("make", "updates"), [(Two, False), (Two, True), (Mlp, True)])
+def test_a_rank_without_inputs_in_a_ring(pool: Pool, make: type[nn.Module], updates: bool):
+    pool.run(joined_in_graphs, make, updates, timeout=30)
 
 
 def turns(rank: int, world: int) -> None:
@@ -179,6 +251,7 @@ def meshes(rank: int, world: int) -> None:
         ({"process_group": [dist.group.WORLD, None]}, "a list of such groups"),
         ({"process_group": [dist.group.WORLD, dist.group.WORLD]}, "a group stands twice"),
         ({"process_group": [dist.group.WORLD, dist.new_group()], "algorithm": "ring"}, "makes its own groups"),
+        ({"process_group": [dist.group.WORLD, dist.new_group()], "comm_hook": fxddp.PowerSGD}, "give an object"),
         ({"algorithm": "ring", "split": False}, "need split=True"),
         ({"algorithm": "ring", "comm_hook": lambda state, bucket: None}, "starts its own collectives"),
     ):
