@@ -423,8 +423,8 @@ def test_autograd_grad_on_one_rank(pool: Pool):
 def copied(rank: int, world: int, given: bool) -> None:
     """A copy's backward updates the copy, as the original's the original."""
     module = seeded(0, Mlp)
-    options = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)} if given else {}
-    model = fxddp.DistributedDataParallel(module, inner="aot_eager", bucket_cap_mb=SMALL, **options)
+    made = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5) if given else None
+    model = fxddp.DistributedDataParallel(module, inner="aot_eager", bucket_cap_mb=SMALL, optimizer=made)
     if not given:
         model._register_fused_optim(torch.optim.SGD, lr=0.1, momentum=0.5)
     loss_of(model, 0).backward()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -102,26 +100,44 @@ def test_two_nodes_of_two(pool4: Pool):
     pool4.run(summed, "2")
 
 
+class Arriving:
+    """Work that is only seen to be done when it was waited for: at once, or late."""
+
+    def __init__(self, work: Any, *, late: bool) -> None:
+        self._work = work
+        self._done = False
+        if not late:
+            self.wait()
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def wait(self, *timeout: Any) -> None:
+        self._work.wait(*timeout)
+        self._done = True
+
+
 def two_models(rank: int, world: int) -> None:
-    """Buckets of two models in one backward, which nodes see come through the first stage in another order."""
+    """Two models in one backward: on a node, the first one's buckets are through with a stage after the other's."""
     mesh = init_device_mesh("cpu", (2, 2))
     modules = [seeded(seed, Mlp) for seed in range(2)]
-    models = [compiled(module, device_mesh=mesh)[0] for module in modules]
-    scatter = _compat.reduce_scatter
+    models, backends = zip(*(compiled(module, device_mesh=mesh) for module in modules), strict=True)
+    scatter, started = _compat.reduce_scatter, 0
 
-    def slow(*arguments: Any) -> Any:
-        work, since = scatter(*arguments), time.monotonic()
-        return SimpleNamespace(
-            wait=work.wait, is_completed=lambda: time.monotonic() - since > 0.2 and work.is_completed()
-        )
+    def arriving(*arguments: Any) -> Any:
+        nonlocal started
+        started += 1
+        return Arriving(scatter(*arguments), late=rank < 2 and started <= buckets(backends[0]))
 
-    with mock.patch.object(_compat, "reduce_scatter", slow if rank // 2 else scatter):
-        for i in range(2):
-            for module in modules:
-                module.zero_grad()
+    for i in range(3):
+        for module in modules:
+            module.zero_grad()
+        started = 0
+        with mock.patch.object(_compat, "reduce_scatter", arriving if i else scatter):
             sum(loss_of(model, i) for model in models).backward()  # type: ignore[union-attr]
-            for module in modules:
-                expect_equal(gradients(module), average(local(module, i)), f"step {i}", tol=1e-6)
+        expect(started == (2 * buckets(backends[0]) if i else 0), f"{started} buckets")
+        for module in modules:
+            expect_equal(gradients(module), average(local(module, i)), f"step {i}", tol=1e-6)
 
 
 def test_two_models_on_one_mesh(pool4: Pool):
@@ -160,7 +176,7 @@ def test_a_rank_that_waits_between_graphs(pool: Pool):
 def joined_in_graphs(rank: int, world: int, make: type[nn.Module], updates: bool) -> None:
     """A rank without inputs waits for the other's buckets in other places than that one."""
     module = seeded(0, make)
-    options = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1)} if updates else {}
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1)} if updates else {}
     model = fxddp.DistributedDataParallel(module, algorithm="ring", inner="aot_eager", bucket_cap_mb=SMALL, **options)
     loss_of(model, 0).backward()
     with model.join():
