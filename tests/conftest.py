@@ -28,3 +28,10 @@ def pool3(cache_dir: Path) -> Iterator[Pool]:
     """Three live processes, for what two ranks cannot show."""
     with Pool(3, cache_dir=cache_dir) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def pool4(cache_dir: Path) -> Iterator[Pool]:
+    """Four live processes: two nodes of two, and ranks that pass on what they are told."""
+    with Pool(4, cache_dir=cache_dir) as pool:
+        yield pool

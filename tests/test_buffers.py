@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import fxddp
 from fxddp.values import CAST_BYTES
-from tests.live.lab import compiled, counted_collectives, expect, expect_equal, loss_of, seeded
+from tests.live.lab import compiled, counted_collectives, error_of, expect, expect_equal, loss_of, seeded
 from tests.live.pool import Pool
 
 
@@ -97,3 +98,23 @@ def ahead(rank: int, world: int, wraps: bool) -> None:
 @pytest.mark.parametrize("wraps", [False, True])
 def test_rank_0_waits_for_nobody(pool3: Pool, wraps: bool):
     pool3.run(ahead, wraps)
+
+
+def evaluating(rank: int, world: int, who: int) -> tuple[str, float]:
+    """One rank is in eval mode, where no buffers come; it would have passed them on to others."""
+    module = seeded(0, lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
+    model = fxddp.DistributedDataParallel(module, compile=False)
+    for i in range(2):
+        loss_of(model, i).backward()
+    if rank == who:
+        model.eval()
+    since = time.monotonic()
+    error = error_of(lambda: [loss_of(model, i).backward() for i in range(2)])
+    return type(error).__name__, time.monotonic() - since
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_a_rank_in_eval_mode_is_named_at_once(pool4: Pool, who: int):
+    for kind, seconds in pool4.run(evaluating, who, timeout=40, discard=True):
+        assert kind == "RanksDisagree"
+        assert seconds < 5

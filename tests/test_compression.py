@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as Stock
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import fxddp
 from fxddp.adaptive import LEVELS
@@ -992,3 +993,32 @@ def foreign(rank: int, world: int) -> None:
 
 def test_the_state_of_another_rank(pool: Pool):
     pool.run(foreign)
+
+
+# ---- with another hook -----------------------------------------------------------------------------------------------
+
+
+def beside_another(rank: int, world: int) -> None:
+    """A codec of two rounds on one model, another precision on the next, and a rank that waits earlier."""
+    outer, inner = seeded(0, lambda: nn.Linear(16, 16)), seeded(1, lambda: nn.Linear(8, 16))
+    if rank == 0:
+        outer.weight.register_post_accumulate_grad_hook(lambda _: None)
+    last = fxddp.DistributedDataParallel(outer, inner="aot_eager", comm_hook=fxddp.PowerSGD(1, start_iter=0))
+    first = fxddp.DistributedDataParallel(
+        inner,
+        inner="aot_eager",
+        static_graph=True,
+        mixed_precision=_MixedPrecision(reduce_dtype=torch.bfloat16),
+    )
+    for i in range(4):
+        outer.zero_grad()
+        inner.zero_grad()
+        square(last(first(data(i, 6, 8)))).backward()
+        both = nn.Sequential(inner, outer)
+        found = {f"0.{name}": gradient for name, gradient in gradients(inner).items()}
+        expected = average(local_gradients(both, lambda each, i=i: square(each(data(i, 6, 8)))))  # type: ignore[misc]
+        expect_equal(found, {name: expected[name] for name in found}, f"step {i}", tol=2e-2)
+
+
+def test_a_model_with_another_hook_beside(pool: Pool):
+    pool.run(beside_another, timeout=30)

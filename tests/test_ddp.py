@@ -746,7 +746,10 @@ def test_sparse_gradients(pool: Pool, unused: bool, compiles: bool):
 
 
 def refused(rank: int, world: int) -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
     frozen = Mlp().requires_grad_(False)
+    precision = _MixedPrecision(reduce_dtype=torch.bfloat16)
     cases: list[tuple[str, Callable[[], Any]]] = [
         ("device_ids can only be None or contain a single", lambda: wrapped(Mlp(), device_ids=[0, 1])),
         ("device_ids and output_device arguments", lambda: wrapped(Mlp(), device_ids=[0])),
@@ -764,6 +767,7 @@ def refused(rank: int, world: int) -> None:
         ("bucket_cap_mb_list", lambda: wrapped(Mlp(), bucket_cap_mb_list=[1, 2])),
         ("inner must be one of", lambda: wrapped(Mlp(), inner="tvm")),
         ("comm_hook must be one of", lambda: wrapped(Mlp(), comm_hook="int4")),
+        ("starts its own collectives", lambda: wrapped(Mlp(), mixed_precision=precision, algorithm="ring")),
         ("greater than 1", lambda: wrapped(Mlp())._set_ddp_runtime_logging_sample_rate(0)),
     ]
     for text, call in cases:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as Stock
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import fxddp
-from tests.live.lab import SMALL, Mlp, data, error_of, expect, expect_equal, gradients, seeded
+from tests.live.lab import SMALL, Mlp, data, error_of, expect, expect_equal, gradients, local_gradients, seeded
 from tests.live.pool import Pool
 from tests.test_agreement import Experts, square
 
@@ -173,6 +174,26 @@ def in_turns(rank: int, world: int) -> None:
 
 def test_models_under_no_sync_in_turns(pool: Pool):
     pool.run(in_turns)
+
+
+def divided(rank: int, world: int, compiles: bool) -> None:
+    """What travels in another precision is divided by the number of ranks that have inputs as well."""
+    precision = _MixedPrecision(reduce_dtype=torch.bfloat16)
+    module = seeded(0, Mlp)
+    model = wrapped(module, mixed_precision=precision, compile=compiles)
+    square(model(data(0, 6, 8))).backward()
+    with model.join(divide_by_initial_world_size=False):
+        for i in range(1 + rank):
+            module.zero_grad()
+            square(model(data(i, 6, 8))).backward()
+    if rank == 1:
+        alone = local_gradients(module, lambda each: square(each(data(1, 6, 8))))
+        expect_equal(gradients(module), alone, "alone", tol=1e-2)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_divisor_in_another_precision(pool: Pool, compiles: bool):
+    pool.run(divided, compiles)
 
 
 class WithHelper(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -104,13 +105,13 @@ def compiled_updates(rank: int, world: int) -> None:
     trained(rank, world, "AdamW", False, "inductor")
     module = seeded(0, Mlp)
     optimizer = optimizer_of("SGD", module)
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
     model, _ = compiled(module, inner="inductor", optimizer=optimizer)
     for step in range(12):
         if step == 2:
             counters.clear()
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.9
         loss_of(model, step).backward()
+        schedule.step()
     expect(not counters["stats"]["unique_graphs"], f"recompiled: {counters['stats']}")
 
 
@@ -223,7 +224,9 @@ class Checkpointed(nn.Module):
 def shared_weights(rank: int, world: int, kind: str) -> None:
     make = Broken if kind == "graphs" else partial(Checkpointed, kind)
     module, reference = seeded(0, make), seeded(0, make)
-    backend = small_backend(optimizer=torch.optim.AdamW(module.parameters(), lr=0.01))
+    optimizer, stepped = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (module, reference))
+    schedules = [lr_scheduler.StepLR(each, 2) for each in (optimizer, stepped)]  # it replaces their `step`
+    backend = small_backend(optimizer=optimizer)
     model = module
     if kind == "function":
         for each in (module, reference):  # so that nothing compiled runs before the inner backwards
@@ -232,13 +235,14 @@ def shared_weights(rank: int, world: int, kind: str) -> None:
         module.block.compile(backend=backend)
     else:
         model = torch.compile(module, backend=backend)
-    stepped = torch.optim.AdamW(reference.parameters(), lr=0.01)
     for step in range(4):
         loss_of(model, step).backward()
         losses = [loss_at(reference, step, r) for r in range(world)]
         (sum(losses[1:], losses[0]) / world).backward()
         stepped.step()
         stepped.zero_grad()
+        for schedule in schedules:
+            schedule.step()
         expect_equal(weights(module), weights(reference), f"{kind}, step {step}", tol=1e-5)
 
 
@@ -250,6 +254,41 @@ def loss_at(module: nn.Module, i: int, rank: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["graphs", "checkpoint", "function"])
 def test_weights_used_several_times_are_updated_once(pool: Pool, kind: str):
     pool.run(shared_weights, kind)
+
+
+class Around(nn.Module):
+    """A layer in two graphs, with another bucket between its two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.shared = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.between(self.shared(self.first(x)))
+        torch._dynamo.graph_break()
+        return self.shared(x)
+
+
+def around(rank: int, world: int, scheduled: bool) -> None:
+    module, reference = seeded(0, Around), seeded(0, Around)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (module, reference)]
+    schedules = [lr_scheduler.StepLR(each, 1000) for each in optimizers] if scheduled else []
+    model, backend = compiled(module, optimizer=optimizers[0], bucket_mb=SMALL / 4, first_bucket_mb=SMALL / 4)
+    for step in range(2):
+        loss_of(model, step).backward()
+        losses = [loss_at(reference, step, r) for r in range(world)]
+        (sum(losses[1:], losses[0]) / world).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        for schedule in schedules:
+            schedule.step()
+        expect_equal(weights(module), weights(reference), f"{scheduled=}, step {step}", tol=1e-5)
+    expect(buckets(backend) >= 4, "several buckets")
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_weight_with_another_bucket_between(pool: Pool, scheduled: bool):
+    pool.run(around, scheduled)
 
 
 def routed(rank: int, world: int) -> None:
@@ -354,6 +393,121 @@ def test_what_is_no_optimizer_for_a_backward(make: Callable[[nn.Module], Any], m
         fxddp.backend(optimizer=make(Mlp()))
 
 
+def asked(rank: int, world: int) -> None:
+    """`autograd.grad` through a checkpoint on one rank only: nothing is updated, nobody is waited for."""
+    block, head = seeded(0, lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())), seeded(1, lambda: nn.Linear(8, 4))
+    both = nn.ModuleList([block, head])
+    backend = small_backend(optimizer=torch.optim.SGD(both.parameters(), lr=0.1))
+    first, last = torch.compile(block, backend=backend), torch.compile(head, backend=backend)
+
+    def loss(x: Tensor) -> Tensor:
+        return last(checkpoint(first, x, use_reentrant=False)).square().mean()
+
+    loss(data(0, 6, 8)).backward()
+    if rank == 0:
+        before = {name: p.detach().clone() for name, p in both.named_parameters()}
+        x = data(5, 6, 8).requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(x), x)
+        expect(gradient.abs().sum() > 0, "a gradient")
+        expect_equal(weights(both), before, "after autograd.grad")
+    loss(data(1, 6, 8)).backward()
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, {name: p.sum().item() for name, p in both.named_parameters()})
+    expect(everyone[0] == everyone[-1], "equal weights on all ranks")
+
+
+def test_autograd_grad_on_one_rank(pool: Pool):
+    pool.run(asked, timeout=30)
+
+
+def copied(rank: int, world: int, given: bool) -> None:
+    """A copy's backward updates the copy, as the original's the original."""
+    module = seeded(0, Mlp)
+    made = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5) if given else None
+    model = fxddp.DistributedDataParallel(module, inner="aot_eager", bucket_cap_mb=SMALL, optimizer=made)
+    if not given:
+        model._register_fused_optim(torch.optim.SGD, lr=0.1, momentum=0.5)
+    loss_of(model, 0).backward()
+    twin = copy.deepcopy(model)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    loss_of(twin, 1).backward()
+    expect(all(p.grad is None for p in twin.parameters()), "the copy has an optimizer")
+    expect_equal(weights(module), before, "the original")
+    loss_of(model, 1).backward()
+    expect(not torch.equal(module.last.bias, before["last.bias"]), "the original goes on")
+    expect_equal(weights(twin.module), weights(module), "the copy")
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_copies_train_themselves(pool: Pool, given: bool):
+    pool.run(copied, given)
+
+
+def test_clipping_what_an_earlier_backward_updated():
+    module = seeded(0, Mlp)
+    model, _ = compiled(module, optimizer=torch.optim.SGD(module.last.parameters(), lr=0.1))
+    loss_of(model, 0).backward()
+    module.zero_grad()
+    loss_of(model, 1).backward()
+    with pytest.raises(RuntimeError, match="has updated 2 of these"):
+        clip_grad_norm_(module.parameters(), 1e-3)
+    module.last.requires_grad_(False)
+    loss_of(model, 2).backward()
+    clip_grad_norm_(module.parameters(), 1e-3)
+    total = torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None]).norm()
+    assert total.item() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_clipping_without_the_optimizer_in_backward():
+    module = seeded(0, Mlp)
+    model, backend = compiled(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    loss_of(model, 0).backward()
+    del model, backend
+    torch._dynamo.reset()
+    gc.collect()
+    module.last.requires_grad_(False)
+    loss_of(module, 1).backward()
+    clip_grad_norm_(module.parameters(), 1e-3)
+
+
+def test_hooks_put_around_the_step_later():
+    module = seeded(0, Mlp)
+    optimizer = optimizer_of("SGD", module)
+    model, _ = compiled(module, optimizer=optimizer)
+    loss_of(model, 0).backward()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    hook = optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="has hooks around its step"):
+        loss_of(model, 1).backward()
+    expect_equal(weights(module), before, "a backward that was refused")
+    hook.remove()
+    module.zero_grad()
+    loss_of(model, 2).backward()
+    assert not torch.equal(module.last.bias, before["last.bias"])
+
+
+def test_a_parameter_in_the_place_of_another():
+    module = seeded(0, Mlp)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, _ = compiled(module, optimizer=optimizer)
+    loss_of(model, 0).backward()
+    module.last.bias = optimizer.param_groups[0]["params"][-1] = nn.Parameter(torch.zeros(4))
+    loss_of(model, 1).backward()
+    assert module.last.bias.abs().sum() > 0
+    assert module.last.bias.grad is None
+
+
+def test_a_parameter_outside_the_model_is_left_alone():
+    module, other = seeded(0, Mlp), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([*module.parameters(), other], lr=0.1)
+    lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    model, _ = compiled(module, optimizer=optimizer)
+    other.grad = torch.ones(3)
+    loss_of(model, 0).backward()
+    assert torch.equal(other, torch.ones(3))
+    assert other.grad is not None
+
+
 def _with_hook(optimizer: Optimizer) -> Optimizer:
     optimizer.register_step_pre_hook(lambda *_: None)
     return optimizer
@@ -369,6 +523,7 @@ def test_two_optimizers_are_refused():
 def test_alone_without_a_process_group():
     module, reference = seeded(0, Mlp), seeded(0, Mlp)
     optimizer, stepped = optimizer_of("AdamW", module), optimizer_of("AdamW", reference)
+    module.last.bias.register_post_accumulate_grad_hook(lambda _: None)  # accumulated one by one
     model, backend = compiled(module, optimizer=optimizer)
     for step in range(3):
         with backend.no_sync() if step == 1 else contextlib.nullcontext():

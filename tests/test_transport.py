@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fxddp
+from fxddp import _compat
 from fxddp.transport import Staged, Stages
 from tests.live.lab import (
+    SMALL,
     Mlp,
     average,
     buckets,
@@ -30,13 +31,6 @@ from tests.live.lab import (
     seeded,
 )
 from tests.live.pool import Pool
-
-
-@pytest.fixture(scope="module")
-def pool4(cache_dir: Path) -> Iterator[Pool]:
-    """Four processes: two nodes of two."""
-    with Pool(4, cache_dir=cache_dir) as pool:
-        yield pool
 
 
 class Mixed(nn.Module):
@@ -104,6 +98,111 @@ def test_parts_of_a_third(pool3: Pool):
 
 def test_two_nodes_of_two(pool4: Pool):
     pool4.run(summed, "2")
+
+
+class Arriving:
+    """Work that is only seen to be done when it was waited for: at once, or late."""
+
+    def __init__(self, work: Any, *, late: bool) -> None:
+        self._work = work
+        self._done = False
+        if not late:
+            self.wait()
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def wait(self, *timeout: Any) -> None:
+        self._work.wait(*timeout)
+        self._done = True
+
+
+def late_stages() -> Any:
+    """Has buckets leave their first stage only when they are waited for."""
+    scatter = _compat.reduce_scatter
+    return mock.patch.object(_compat, "reduce_scatter", lambda *arguments: Arriving(scatter(*arguments), late=True))
+
+
+def two_models(rank: int, world: int) -> None:
+    """Two models in one backward: on a node, the first one's buckets are through with a stage after the other's."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    modules = [seeded(seed, Mlp) for seed in range(2)]
+    models, backends = zip(*(compiled(module, device_mesh=mesh) for module in modules), strict=True)
+    scatter, started = _compat.reduce_scatter, 0
+
+    def arriving(*arguments: Any) -> Any:
+        nonlocal started
+        started += 1
+        return Arriving(scatter(*arguments), late=rank < 2 and started <= buckets(backends[0]))
+
+    for i in range(3):
+        for module in modules:
+            module.zero_grad()
+        started = 0
+        with mock.patch.object(_compat, "reduce_scatter", arriving if i else scatter):
+            sum(loss_of(model, i) for model in models).backward()  # type: ignore[union-attr]
+        expect(started == (2 * buckets(backends[0]) if i else 0), f"{started} buckets")
+        for module in modules:
+            expect_equal(gradients(module), average(local(module, i)), f"step {i}", tol=1e-6)
+
+
+def test_two_models_on_one_mesh(pool4: Pool):
+    pool4.run(two_models, timeout=30)
+
+
+class Two(nn.Module):
+    """Two layers, in two graphs or in one."""
+
+    def __init__(self, graphs: int = 2) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 4)
+        self.graphs = graphs
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        if self.graphs == 2:
+            torch._dynamo.graph_break()
+        return self.last(x)
+
+
+def waited(rank: int, world: int) -> None:
+    """A rank waits earlier for a bucket than the others, which come to theirs only after another announcement."""
+    module = seeded(0, Two)
+    if rank == 0:
+        module.last.weight.register_post_accumulate_grad_hook(lambda _: None)
+    model, _ = compiled(module, algorithm="ring")
+    for i in range(3):
+        module.zero_grad()
+        with late_stages():
+            loss_of(model, i).backward()
+        expect_equal(gradients(module), average(local(module, i)), f"step {i}", tol=1e-6)
+
+
+def test_a_rank_that_waits_between_graphs(pool: Pool):
+    pool.run(waited, timeout=30)
+
+
+def joined_in_graphs(rank: int, world: int, graphs: int, updates: bool) -> None:
+    """A rank without inputs waits for the other's buckets in other places than that one."""
+    module = seeded(0, lambda: Two(graphs))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1) if updates else None
+    model = fxddp.DistributedDataParallel(
+        module, algorithm="ring", inner="aot_eager", optimizer=optimizer, bucket_cap_mb=25 if graphs == 2 else SMALL / 2
+    )
+    loss_of(model, 0).backward()
+    with late_stages(), model.join():
+        for i in range(2 + 2 * rank):
+            loss_of(model, i).backward()
+    if updates:
+        ours = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+        everyone = [torch.empty_like(ours) for _ in range(world)]
+        dist.all_gather(everyone, ours)
+        expect(all(torch.equal(one, ours) for one in everyone), "equal weights on all ranks")
+
+
+@pytest.mark.parametrize(("graphs", "updates"), [(2, False), (2, True), (1, True)])
+def test_a_rank_without_inputs_in_a_ring(pool: Pool, graphs: int, updates: bool):
+    pool.run(joined_in_graphs, graphs, updates, timeout=30)
 
 
 def turns(rank: int, world: int) -> None:
@@ -179,6 +278,7 @@ def meshes(rank: int, world: int) -> None:
         ({"process_group": [dist.group.WORLD, None]}, "a list of such groups"),
         ({"process_group": [dist.group.WORLD, dist.group.WORLD]}, "a group stands twice"),
         ({"process_group": [dist.group.WORLD, dist.new_group()], "algorithm": "ring"}, "makes its own groups"),
+        ({"process_group": [dist.group.WORLD, dist.new_group()], "comm_hook": fxddp.PowerSGD}, "give an object"),
         ({"algorithm": "ring", "split": False}, "need split=True"),
         ({"algorithm": "ring", "comm_hook": lambda state, bucket: None}, "starts its own collectives"),
     ):
