@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 
+from . import _compat
 from . import ddp_arguments as checked
 from ._compat import data_parallel as stock
 from .config import Settings
@@ -165,4 +166,4 @@ def _refuse_to_be_wrapped(parent: nn.Module, _: str, child: nn.Module | None) ->
         checked.not_for_stock(child)
 
 
-stock.on_module_set(_refuse_to_be_wrapped)
+stock.on_module_set(_compat.only_inlined(_refuse_to_be_wrapped))

@@ -1,5 +1,6 @@
 """The process group a backend reduces over, looked up when it is needed: names and groups do not outlive each other."""
 
+import atexit
 import itertools
 import os
 import weakref
@@ -219,6 +220,15 @@ class GroupLookup:
 
 
 _groups: list[Group] = []
+
+
+@atexit.register
+def _release() -> None:
+    """Lets go of process groups while Python still runs: their threads need it when they end."""
+    for group in _groups:
+        group.close()
+        group.process_group = None  # type: ignore[assignment]
+    _groups.clear()
 
 
 def _shared(process_group: dist.ProcessGroup) -> Group:

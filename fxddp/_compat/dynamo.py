@@ -287,3 +287,11 @@ def with_own_code(function: Any, name: str) -> Any:
     """The same function with a code object of its own: Dynamo counts recompiles, and learns sizes, by code object."""
     code = function.__code__.replace(co_name=name, co_qualname=name)
     return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+def only_inlined(function: Any) -> Any:
+    """Has Dynamo never compile this function for itself; in what it compiles it may be inlined."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+    return function
