@@ -1,6 +1,7 @@
 """`python -m fxddp explain`: reports from the command line, and what goes wrong told in one line."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -133,12 +134,18 @@ def test_an_error_is_one_line(folder: Path, capsys: pytest.CaptureFixture, argum
 
 
 def test_it_runs_as_a_module(folder: Path) -> None:
-    command = [sys.executable, "-m", "fxddp"]
-    done = subprocess.run([*command, "explain", "--help"], capture_output=True, text=True, check=True)
+    paths = [str(Path(fxddp.__file__).parents[1]), str(folder)]  # the tests run from the source folder as well
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "fxddp", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+    done = run("explain", "--help")
+    assert done.returncode == 0, done.stderr
     assert "--world-size" in done.stdout
-    wrong = [*command, "explain", "little_models:Net", "--input-shape", "2,9", *FAST]
-    done = subprocess.run(wrong, capture_output=True, text=True, check=False)
+    done = run("explain", "little_models:Net", "--input-shape", "2,9", *FAST)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
-    done = subprocess.run([*command, "no"], capture_output=True, text=True, check=False)
+    done = run("no")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert main(["--help"]) == 0
