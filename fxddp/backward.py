@@ -360,7 +360,6 @@ class Backward:
         self.group = group
         self._average_now(parameter, group, reduced)
 
-    @torch.no_grad()
     def _average_now(self, parameter: Tensor, group: "Group", reduced: Tensor | None) -> None:
         """Averages what a parameter accumulated, but for the part of it that was reduced already."""
         self.backend.watch.meet([parameter], group)
@@ -374,13 +373,13 @@ class Backward:
             grad = parameter.grad = grad.to_dense()
         if reduced is not None:
             grad.sub_(reduced)
+        unused = self.ids(decision.unused)
         for bucket in decision.buckets:
             members = [self.backend.replica.tensor(i) for i in bucket]
             there = [grad * self.scale if p is parameter else None for p in members]
-            flat, views = self.fill(members, there, self.ids(decision.unused))
+            flat, views = self.fill(members, there, unused)
             others = [i for i, p in enumerate(members) if p is not parameter and bucket[i] not in decision.unused]
             is_last = bucket is decision.buckets[-1]
-            unused = self.ids(decision.unused)
             launched = self.launch(flat, members, others, views, idle=unused, is_last=is_last, outside=True)
             if number in bucket:
                 self.wait(launched)

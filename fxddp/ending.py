@@ -105,9 +105,9 @@ class Ending:
         sparse: list[Tensor] = []
         packed: list[list[Tensor]] = []
         for bucket in decision.buckets:
-            members = list(map(backend.replica.tensor, bucket))
-            sparse += [p for p in members if at_end and backend.expects_sparse(p, group)]
-            dense = [p for p in members if not (at_end and backend.expects_sparse(p, group))]
+            dense: list[Tensor] = []
+            for parameter in map(backend.replica.tensor, bucket):
+                (sparse if at_end and backend.expects_sparse(parameter, group) else dense).append(parameter)
             packed += packs(dense, backend.settings.cap)
         unused = backward.ids(decision.unused)
         for members in packed:

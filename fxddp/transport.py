@@ -44,19 +44,8 @@ class Transport(Protocol):
         """
 
 
-class OneGroup:
-    """An all-reduce on the backend's own group."""
-
-    def __init__(self, group: "Group") -> None:
-        self._group = group
-
-    def start(self, tensor: Tensor, index: int, *, counts: bool = True) -> Any:
-        """As in `Transport`."""
-        return self._group.all_reduce(tensor, counts=counts)
-
-
 class Lanes:
-    """Buckets in turns over several groups of the same ranks."""
+    """An all-reduce; of several groups of the same ranks, buckets take the next one in turns."""
 
     def __init__(self, group: "Group", lanes: Sequence[dist.ProcessGroup]) -> None:
         self._group = group
@@ -243,7 +232,7 @@ def make_transport(settings: "Settings", group: "Group") -> Transport:
     if group.size > 1 and settings.algorithm == "hierarchical":
         assert settings.mesh is not None
         return _hierarchical(group, settings.mesh)
-    return Lanes(group, settings.lanes) if settings.lanes else OneGroup(group)
+    return Lanes(group, settings.lanes or (group.process_group,))
 
 
 def describe(settings: "Settings", index: int | None = None) -> str:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _find_tensors, _MixedPrecision
 from torch.utils.hooks import RemovableHandle
@@ -52,11 +51,6 @@ def same_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
 def default_group() -> dist.ProcessGroup:
     """The default process group; an error where there is none."""
     return dist.distributed_c10d._get_default_group()
-
-
-def is_sliced(mesh: DeviceMesh) -> bool:
-    """Whether a mesh is a part of one with more dimensions."""
-    return mesh._get_root_mesh() != mesh
 
 
 def fsdp_managed(module: nn.Module) -> bool:
