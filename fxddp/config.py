@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from . import _compat
 from .adaptive import Adaptive
 from .compression import Cast, Codec
+from .group import GroupReference
 from .int8 import Int8
 from .passes.plan import Bucket
 from .powersgd import PowerSGD
@@ -30,7 +31,7 @@ class Settings:
 
     cap: int
     first_cap: int
-    process_group: dist.ProcessGroup | None
+    process_group: GroupReference | None
     inner: str | Callable[..., Any]
     options: Mapping[str, Any]
     split: bool
@@ -43,7 +44,7 @@ class Settings:
     codec: Codec | None = None
     optimizer: Optimizer | None = None
     algorithm: str = "all_reduce"
-    lanes: tuple[dist.ProcessGroup, ...] = ()
+    lanes: tuple[GroupReference, ...] = ()
     mesh: DeviceMesh | None = None
     caps: tuple[int, ...] = ()
     compile_pieces: bool = True
@@ -135,7 +136,7 @@ def make_settings(
     )
 
 
-def _groups(given: Any) -> tuple[dist.ProcessGroup | None, tuple[dist.ProcessGroup, ...]]:
+def _groups(given: Any) -> tuple[GroupReference | None, tuple[GroupReference, ...]]:
     """The group to average over, and the groups that take buckets in turns."""
     several = isinstance(given, (list, tuple))
     found = tuple(given) if several else (() if given is None else (given,))
@@ -149,17 +150,19 @@ def _groups(given: Any) -> tuple[dist.ProcessGroup | None, tuple[dist.ProcessGro
         raise ValueError("process_group: a group stands twice in the list; buckets go in turns over different groups")
     if any(each != ranks[0] for each in ranks):
         raise ValueError(f"process_group: buckets go in turns over groups of the same ranks, got groups of {ranks}")
-    return (found[0] if found else None), (found if len(found) > 1 else ())
+    references = tuple(map(GroupReference, found))
+    return (references[0] if found else None), (references if len(found) > 1 else ())
 
 
-def _group_of(mesh: Any, process_group: object) -> dist.ProcessGroup | None:
+def _group_of(mesh: Any, process_group: object) -> GroupReference | None:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
         raise ValueError(
             f"device_mesh must be a DeviceMesh of one or two dimensions (nodes, ranks inside), got {mesh!r}"
         )
     if process_group is not None:
         raise ValueError("process_group and device_mesh exclude each other: the mesh brings its own groups")
-    return _compat.flat_group(mesh)
+    group = _compat.flat_group(mesh)
+    return None if group is None else GroupReference(group)
 
 
 def _algorithm(name: str | None, mesh: DeviceMesh | None, lanes: Sequence[object]) -> str:

@@ -15,7 +15,7 @@ from . import ddp_arguments as checked
 from ._compat import data_parallel as stock
 from .config import Settings
 from .ddp_logging import ForwardClock, logging_data
-from .group import GroupLookup
+from .group import GroupLookup, GroupReference
 from .join import Shadow
 from .module_backend import ModuleBackend
 from .optimizer import optimizer_over
@@ -62,8 +62,9 @@ class Members(nn.parallel.DistributedDataParallel):
                 "groups"
             )
         self.process_group = checked.group(new_process_group, None)
-        self._change_settings(process_group=new_process_group)
-        self.backend.lookup = GroupLookup(new_process_group)
+        given = GroupReference(self.process_group)
+        self._change_settings(process_group=given)
+        self.backend.lookup = GroupLookup(given)
 
     def _change_settings(self, **changed: Any) -> None:
         self._settings = replace(self._settings, **changed)

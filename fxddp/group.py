@@ -1,6 +1,5 @@
 """The process group a backend reduces over, looked up when it is needed: names and groups do not outlive each other."""
 
-import atexit
 import itertools
 import os
 import weakref
@@ -25,6 +24,10 @@ if TYPE_CHECKING:
 
 DRAIN = timedelta(seconds=30)
 
+GroupReference = weakref.ref[dist.ProcessGroup]
+"""How fxddp refers to process groups: one that lives on after `destroy_process_group` has threads that may still drop
+a tensor when Python is no more, which aborts the process."""
+
 KEPT = 1_000_000
 """Parameters in the joint decisions that are remembered; routed models may make many."""
 
@@ -33,6 +36,7 @@ class Group:
     """The collectives fxddp uses, on one process group.
 
     Attributes:
+        reference: to the process group.
         numbers: gives backends, parameters and buffers the numbers by which ranks speak of them, in the order they
             were met.
         owners: the backends by number.
@@ -46,7 +50,7 @@ class Group:
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self.process_group = process_group
+        self.reference = GroupReference(process_group)
         self.size = process_group.size()
         self.rank = process_group.rank()
         self.scale = 1.0 / self.size
@@ -63,6 +67,15 @@ class Group:
         self._channel: Channel | None = None
         self._sum = dist.AllreduceOptions()
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            RuntimeError: it was destroyed.
+        """
+        return alive(self.reference)
 
     @property
     def name(self) -> str:
@@ -186,8 +199,8 @@ class Group:
 class GroupLookup:
     """Finds the group a backend means: the one it was given, or the default one of the moment."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self._given = process_group
+    def __init__(self, given: GroupReference | None) -> None:
+        self._given = given
         self._last: Group | None = None
 
     def __call__(self) -> Group | None:
@@ -196,8 +209,8 @@ class GroupLookup:
         Raises:
             RuntimeError: the given group was destroyed, or the launcher started several processes and no group exists.
         """
-        wanted = self._given
-        if wanted is None:
+        wanted = None if self._given is None else self._given()
+        if self._given is None:
             wanted = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
             if wanted is None:
                 if self._last is not None and self._last.size > 1:
@@ -209,35 +222,42 @@ class GroupLookup:
                 self._last = None
                 _refuse_forgotten_group()
                 return None
-        elif not _compat.group_exists(wanted):
+        elif wanted is None or not _compat.group_exists(wanted):
             raise RuntimeError(
                 "the process_group given to fxddp.backend was destroyed; make a new backend with the new group and "
                 "compile again"
             )
-        if self._last is None or self._last.process_group is not wanted:
+        if self._last is None or self._last.reference() is not wanted:
             self._last = _shared(wanted)
         return self._last
+
+
+def alive(reference: GroupReference) -> dist.ProcessGroup:
+    """The process group that is meant.
+
+    Raises:
+        RuntimeError: it was destroyed.
+    """
+    group = reference()
+    if group is None:
+        raise RuntimeError(
+            "a process group that this backend sends over was destroyed: make a new one and a new backend"
+        )
+    return group
 
 
 _groups: list[Group] = []
 
 
-@atexit.register
-def _release() -> None:
-    """Lets go of process groups while Python still runs: their threads need it when they end."""
-    for group in _groups:
-        group.close()
-        group.process_group = None  # type: ignore[assignment]
-    _groups.clear()
-
-
 def _shared(process_group: dist.ProcessGroup) -> Group:
     """The one `Group` of a process group: all backends on it share its side channel."""
-    for group in [group for group in _groups if not _compat.group_exists(group.process_group)]:
-        group.close()
-        _groups.remove(group)
+    for group in list(_groups):
+        made = group.reference()
+        if made is None or not _compat.group_exists(made):
+            group.close()
+            _groups.remove(group)
     for group in _groups:
-        if group.process_group is process_group:
+        if group.reference() is process_group:
             return group
     _groups.append(Group(process_group))
     return _groups[-1]

@@ -18,6 +18,7 @@ from .channel import RanksDisagree
 from .compiler import source_digest
 from .config import MIB
 from .decision import BUFFERS, CONTACT, HOOKS, Event
+from .group import alive
 from .packing import packs
 from .passes.layout import contiguous_strides, gradient_strides
 from .values import broadcast_values, send_before_forward
@@ -239,7 +240,7 @@ def _common(settings: "Settings") -> dict[str, Any]:
         "static_graph": settings.static_graph,
         "init_sync": settings.init_sync,
         "algorithm": settings.algorithm,
-        "the list of process groups": [str(lane.group_name) for lane in settings.lanes],
+        "the list of process groups": [str(alive(lane).group_name) for lane in settings.lanes],
         "forward_sync_buffers": settings.forward_sync_buffers,
     }
 

@@ -18,11 +18,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _compat, ranges
+from .group import GroupReference, alive
 
 if TYPE_CHECKING:
     from .config import Settings
@@ -47,13 +47,13 @@ class Transport(Protocol):
 class Lanes:
     """An all-reduce; of several groups of the same ranks, buckets take the next one in turns."""
 
-    def __init__(self, group: "Group", lanes: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(self, group: "Group", lanes: Sequence[GroupReference]) -> None:
         self._group = group
         self._lanes = lanes
 
     def start(self, tensor: Tensor, index: int, *, counts: bool = True) -> Any:
         """As in `Transport`."""
-        return self._group.all_reduce(tensor, self._lanes[index % len(self._lanes)], counts=counts)
+        return self._group.all_reduce(tensor, alive(self._lanes[index % len(self._lanes)]), counts=counts)
 
 
 Stage = Callable[["Staged"], Any]
@@ -196,28 +196,28 @@ class OnStream:
 
 
 def _ring(group: "Group") -> Stages:
-    first, second = group.process_group, _compat.twin(group.process_group)
+    second = GroupReference(_compat.twin(group.process_group))
     return Stages(
         group,
         group.size,
         {
-            "reduce-scatter": lambda b: _compat.reduce_scatter(first, b.part, b.tensor),
-            "all-gather": lambda b: _compat.all_gather(second, b.tensor, b.part),
+            "reduce-scatter": lambda b: _compat.reduce_scatter(group.process_group, b.part, b.tensor),
+            "all-gather": lambda b: _compat.all_gather(alive(second), b.tensor, b.part),
         },
     )
 
 
 def _hierarchical(group: "Group", mesh: DeviceMesh) -> Stages:
-    inside = mesh.get_group(1)
-    across, back = _compat.twin(mesh.get_group(0)), _compat.twin(inside)  # which nobody else uses
+    inside = GroupReference(mesh.get_group(1))
+    across, back = (GroupReference(_compat.twin(mesh.get_group(axis))) for axis in (0, 1))  # which nobody else uses
     node = mesh.size(1)
     return Stages(
         group,
         node,
         {
-            "reduce-scatter inside": lambda b: _compat.reduce_scatter(inside, b.part, b.tensor),
-            "all-reduce across": lambda b: group.all_reduce(b.part, across, counts=False),
-            "all-gather inside": lambda b: _compat.all_gather(back, b.tensor, b.part),
+            "reduce-scatter inside": lambda b: _compat.reduce_scatter(alive(inside), b.part, b.tensor),
+            "all-reduce across": lambda b: group.all_reduce(b.part, alive(across), counts=False),
+            "all-gather inside": lambda b: _compat.all_gather(alive(back), b.tensor, b.part),
         },
     )
 
@@ -232,7 +232,7 @@ def make_transport(settings: "Settings", group: "Group") -> Transport:
     if group.size > 1 and settings.algorithm == "hierarchical":
         assert settings.mesh is not None
         return _hierarchical(group, settings.mesh)
-    return Lanes(group, settings.lanes or (group.process_group,))
+    return Lanes(group, settings.lanes or (group.reference,))
 
 
 def describe(settings: "Settings", index: int | None = None) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -157,6 +159,41 @@ def default_group_given(rank: int, world: int, path: str) -> str:
 def test_the_default_group_given_and_destroyed(pool: Pool, tmp_path: Any):
     for message in pool.run(default_group_given, str(tmp_path / "again"), discard=True):
         assert "the process_group given to fxddp.backend was destroyed" in message
+
+
+# ---- the end of a group ---------------------------------------------------------------------------------------------
+
+
+def let_go_of(rank: int, world: int, kind: str) -> None:
+    """The model and its backend live on, the groups do not: their threads would meet the end of Python."""
+    known = set(dist.distributed_c10d._world.pg_map)
+    group = dist.new_group(list(range(world)))
+    arguments: dict[str, Any] = {"process_group": group, "comm_hook": fxddp.PowerSGD(2) if kind == "codec" else None}
+    if kind == "ring":
+        arguments["algorithm"] = "ring"
+    if kind == "lanes":
+        arguments["process_group"] = [group, dist.new_group(list(range(world)))]
+    module = seeded(0, Mlp)
+    wrapper = fxddp.DistributedDataParallel(Mlp(), process_group=group, inner="aot_eager")
+    model, _ = compiled(module, **arguments)
+    for i in range(2):
+        loss_of(model, i).backward()
+        loss_of(wrapper, i).backward()
+    del wrapper  # its `process_group` is the group, as of DDP's
+    made = [made for made in dist.distributed_c10d._world.pg_map if made not in known]
+    expect(len(made) == (2 if kind in {"ring", "lanes"} else 1), f"{len(made)} groups")
+    references = [weakref.ref(group) for group in made]
+    for group in made:
+        dist.destroy_process_group(group)
+    del made, group, arguments, known
+    gc.collect()
+    expect([reference() for reference in references] == [None] * len(references), "a group outlives its destruction")
+    error_of(lambda: loss_of(model, 2), "the forward")
+
+
+@pytest.mark.parametrize("kind", ["group", "codec", "ring", "lanes"])
+def test_a_destroyed_group_is_let_go_of(pool: Pool, kind: str):
+    pool.run(let_go_of, kind)
 
 
 # ---- subgroups -------------------------------------------------------------------------------------------------------

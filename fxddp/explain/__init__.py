@@ -17,6 +17,7 @@ from torch import nn
 
 from fxddp.backend import Backend, backend_of
 from fxddp.config import Settings, make_settings
+from fxddp.group import alive
 from fxddp.passes.cost import Machine, Network
 
 from . import units
@@ -179,7 +180,7 @@ def _plain(model: Any) -> tuple[Any, Backend | None]:
 
 def _world_size(settings: Settings, trained: Backend | None) -> int | None:
     if settings.process_group is not None:
-        return int(settings.process_group.size())
+        return alive(settings.process_group).size()
     group = None if trained is None else trained.lookup()
     return None if group is None else group.size
 
