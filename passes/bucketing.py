@@ -41,8 +41,9 @@ def plan_buckets(grads: Iterable[GradSpec], *, cap: int, first_cap: int, caps: t
 
     Order is explained in Note [bucket order]. Each dtype on each device has one open bucket. A gradient joins the open
     bucket of its kind; if it would lift it over the limit, that bucket is closed and a new one opened. A gradient
-    larger than the limit has a bucket of its own. An empty gradient needs no room: it joins the open bucket, or opens
-    one where none is open, so a bucket of zero bytes is possible.
+    larger than `cap` has a bucket of its own, and what is open stays open: between the weights of large layers there
+    are often just a bias and a norm, whose few bytes are not worth an all-reduce. An empty gradient needs no room: it
+    joins the open bucket, or opens one where none is open, so a bucket of zero bytes is possible.
 
     The limit is `first_cap` until the first bucket, of whatever kind, has been closed, and `cap` from then on. A small
     first bucket puts the network to work early; once it works, another small bucket would only be overhead. Whichever
@@ -51,7 +52,7 @@ def plan_buckets(grads: Iterable[GradSpec], *, cap: int, first_cap: int, caps: t
     `first_cap` larger than `cap` means `cap`.
 
     With `caps`, the limit is the first of these for the first bucket of each kind, the second for its second one, and
-    so on; the last one for all others.
+    so on; the last one for all others. A gradient larger than the limit of its turn is alone in that bucket.
 
     The result depends on the gradients and the caps alone, not on the order in which the gradients come. O(n log n).
     """
@@ -81,11 +82,14 @@ def plan_buckets(grads: Iterable[GradSpec], *, cap: int, first_cap: int, caps: t
     for grad in ordered:
         kind = grad.dtype, grad.device
         nbytes = grad.nbytes
+        if not caps and nbytes > cap:
+            closed.append([grad])
+            continue
         if open_buckets[kind] and used[kind] + nbytes > limit(kind):
             close(kind)
         open_buckets[kind].append(grad)
         used[kind] += nbytes
-        if used[kind] > limit(kind):  # a single gradient larger than the limit: nothing may join it
+        if used[kind] > limit(kind):  # a single gradient: nothing may join it
             close(kind)
 
     closed.extend(open_buckets.values())

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -127,13 +127,16 @@ def check_plan(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
     - Partition: every gradient is in exactly one bucket, unchanged; no output and no placeholder occurs twice.
     - Buckets: numbered 0, 1, ...; not empty; of one kind; in ready order inside; packed without gaps, each gradient
       filling exactly its own part.
+    - Huge: a gradient larger than `cap` is alone in its bucket. What follows about the buckets of one kind leaves these
+      out. With `caps` no gradient is huge.
     - Order: buckets follow the moment they are ready, which is their last gradient's place in ready order. The buckets
       of one kind, one after the other, hold that kind's gradients in ready order.
     - Caps: a bucket's limit is `cap`; only the *first bucket to fill* has the limit `first_cap`. That is the first
-      bucket of the kind whose gradients, in ready order, are the first to add up to more than `first_cap`. Only a
-      single gradient larger than the limit may exceed it. (So bucket 0 always keeps to `first_cap`: whatever is ready
-      before the first bucket to fill belongs to kinds that do not add up to more until then.) With `caps`, each kind's
-      buckets have these limits, one after the other, and the last of them from then on.
+      bucket of the kind whose gradients, in ready order, are the first to add up to more than `first_cap`, unless a
+      huge gradient is ready before they do. Only a single gradient larger than the limit may exceed it. (So bucket 0
+      always keeps to `first_cap`: whatever is ready before the first bucket to fill belongs to kinds that do not add
+      up to more until then.) With `caps`, each kind's buckets have these limits, one after the other, and the last of
+      them from then on.
     - Greedy: no bucket could have taken one gradient more. For each bucket and the next one of its kind, the bytes of
       the one and of the other's first gradient add up to more than the limit of the one.
 
@@ -209,18 +212,23 @@ def _check_order(plan: BucketPlan) -> None:
             f"bucket {before.index} is launched before bucket {after.index} but is ready later: "
             f"(ready, output) {ready[0]} against {ready[1]}"
         )
-    for before, after in _neighbours(plan.buckets):
+    for before, after in _neighbours(plan):
         assert _place(before.grads[-1]) < _place(after.grads[0]), (
             f"bucket {after.index} holds a gradient that is ready before the last one of bucket {before.index}, "
             f"of the same dtype and device"
         )
 
 
-def _neighbours(buckets: Iterable[Bucket]) -> list[tuple[Bucket, Bucket]]:
-    """Pairs each bucket with the next one of its dtype and device."""
+def _huge(plan: BucketPlan, bucket: "Bucket | GradSpec") -> bool:
+    return not plan.caps and bucket.nbytes > plan.cap
+
+
+def _neighbours(plan: BucketPlan) -> list[tuple[Bucket, Bucket]]:
+    """Pairs each bucket with the next one of its dtype and device, those of huge gradients apart."""
     by_kind: defaultdict[tuple[torch.dtype, torch.device], list[Bucket]] = defaultdict(list)
-    for bucket in buckets:
-        by_kind[bucket.dtype, bucket.device].append(bucket)
+    for bucket in plan.buckets:
+        if not _huge(plan, bucket):
+            by_kind[bucket.dtype, bucket.device].append(bucket)
     return [pair for same in by_kind.values() for pair in itertools.pairwise(same)]
 
 
@@ -231,7 +239,7 @@ def _check_caps(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
         assert bucket.nbytes <= limit or len(bucket.grads) == 1, (
             f"bucket {bucket.index} holds {bucket.nbytes} bytes in {len(bucket.grads)} gradients, its cap is {limit}"
         )
-    for before, after in _neighbours(plan.buckets):
+    for before, after in _neighbours(plan):
         total, limit = before.nbytes + after.grads[0].nbytes, limits[before.index]
         assert total > limit, (
             f"bucket {before.index} has room for output {after.grads[0].output}, which is in bucket {after.index}: "
@@ -256,9 +264,14 @@ def _limits(plan: BucketPlan, grads: Sequence[GradSpec]) -> dict[int, int]:
 
 
 def _first_to_fill(plan: BucketPlan, grads: Sequence[GradSpec]) -> Bucket | None:
-    """The first bucket of the kind that is the first to have more than `first_cap` bytes; None if no kind has."""
+    """The first bucket of the kind that is the first to have more than `first_cap` bytes; None if no kind has.
+
+    None as well if a huge gradient is ready before.
+    """
     seen: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for grad in sorted(grads, key=_place):
+        if _huge(plan, grad):
+            return None
         kind = grad.dtype, grad.device
         seen[kind] += grad.nbytes
         if seen[kind] > plan.first_cap:

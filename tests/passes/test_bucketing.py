@@ -98,12 +98,12 @@ def test_equal_caps_plan_each_kind_as_if_it_were_alone(grads: list[GradSpec], da
 
 
 def test_greedy_in_ready_order_by_hand() -> None:
-    """Bytes 4 4 4 16 24 16 40 44 4 under 40, the first bucket under 8."""
-    grads = [some_grad(i, size) for i, size in enumerate([1, 1, 1, 4, 6, 4, 10, 11, 1])]
+    """Bytes 4 4 4 16 24 16 36 44 4 under 40, the first bucket under 8: the 44 are alone, the 4 join the 36."""
+    grads = [some_grad(i, size) for i, size in enumerate([1, 1, 1, 4, 6, 4, 9, 11, 1])]
     plan = plan_buckets(grads, cap=40, first_cap=8)
-    assert outputs(plan) == [[0, 1], [2, 3], [4, 5], [6], [7], [8]]
-    assert [bucket.nbytes for bucket in plan.buckets] == [8, 20, 40, 40, 44, 4]
-    assert [bucket.index for bucket in plan.buckets] == [0, 1, 2, 3, 4, 5]
+    assert outputs(plan) == [[0, 1], [2, 3], [4, 5], [7], [6, 8]]
+    assert [bucket.nbytes for bucket in plan.buckets] == [8, 20, 40, 44, 40]
+    assert [bucket.index for bucket in plan.buckets] == [0, 1, 2, 3, 4]
     check_plan(plan, grads)
 
 
@@ -164,9 +164,19 @@ def test_a_huge_gradient_travels_alone_and_counts_as_the_first_bucket() -> None:
     assert outputs(plan_buckets(grads, cap=410, first_cap=8)) == [[0], [1, 2, 3, 4]]
 
 
-def test_a_huge_gradient_in_the_middle_closes_what_was_open() -> None:
+def test_a_huge_gradient_in_the_middle_leaves_open_what_was_open() -> None:
+    """A bias and a norm between the weights of large layers are not worth an all-reduce."""
+    grads = [some_grad(i, 1000 if i % 3 == 2 else 1) for i in range(9)]
+    plan = plan_buckets(grads, cap=16, first_cap=8)
+    assert outputs(plan) == [[2], [0, 1, 3, 4], [5], [6, 7], [8]]
+    check_plan(plan, grads)
+    assert outputs(plan_buckets(grads, cap=16, first_cap=4)) == [[0], [2], [5], [1, 3, 4, 6], [7], [8]]
+
+
+def test_given_caps_go_one_after_the_other_even_with_huge_gradients() -> None:
+    """Whoever lists the sizes of buckets gets these buckets."""
     grads = [some_grad(0, 1), some_grad(1, 1), some_grad(2, 1000, 1000), some_grad(3, 1), some_grad(4, 1)]
-    plan = plan_buckets(grads, cap=16, first_cap=16)
+    plan = plan_buckets(grads, cap=16, first_cap=16, caps=(16,))
     assert outputs(plan) == [[0, 1], [2], [3, 4]]
     check_plan(plan, grads)
 
