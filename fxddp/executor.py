@@ -17,6 +17,7 @@ A gradient goes back through autograd instead
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import starmap
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -157,8 +158,7 @@ def run_pieces(
 
 def bucket_views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     """The gradients in a flat bucket, each in its parameter's shape and strides."""
-    with _compat.below_autograd():
-        return list(starmap(flat.as_strided, bucket.places))
+    return list(starmap(partial(_compat.alias, flat), bucket.places))
 
 
 class _Flats:
@@ -175,7 +175,7 @@ class _Flats:
         flat = self._flats[where[0]]
         assert flat is not None
         bucket = self._buckets[where[0]]
-        view = flat.as_strided(*bucket.places[where[1]])
+        view = _compat.alias(flat, *bucket.places[where[1]])
         return view if len(bucket.grads) == 1 else view.clone()
 
 

@@ -21,11 +21,10 @@ def empty_bucket(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 def places_in(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """The places of these parameters' gradients in a flat bucket, one after the other."""
     views, offset = [], 0
-    with _compat.below_autograd():
-        for parameter in parameters:
-            shape = tuple(parameter.shape)
-            views.append(flat.as_strided(shape, gradient_strides(shape, parameter.stride()), offset))
-            offset += parameter.numel()
+    for parameter in parameters:
+        shape = tuple(parameter.shape)
+        views.append(_compat.alias(flat, shape, gradient_strides(shape, parameter.stride()), offset))
+        offset += parameter.numel()
     return views
 
 

@@ -7,7 +7,7 @@ parameters is seen for the first time.
 
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
@@ -94,7 +94,7 @@ class Watch:
         frozen = not parameter.requires_grad
         if frozen:  # a hook can only be put on a parameter that requires grad; it stays when that is taken back
             parameter.requires_grad_(True)
-        handle = parameter.register_post_accumulate_grad_hook(_Hook(self))
+        handle = parameter.register_post_accumulate_grad_hook(_hook(self))
         if frozen:
             parameter.requires_grad_(False)
         _compat.put_first(_compat.hooks_after_accumulation(parameter), handle.id)
@@ -158,17 +158,18 @@ class Watch:
         backend.replica.contact(named, group, send=backend.settings.init_sync, used=used)
 
 
-class _Hook:
-    """The hook on a watched parameter; keeps neither the backend nor the parameter alive."""
+def _hook(watch: Watch) -> Callable[[Tensor], None]:
+    """The hook on a watched parameter; keeps neither the backend nor the parameter alive.
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = weakref.ref(watch)
+    Autograd calls it for every parameter in every backward, most of which have no gradient then.
+    """
+    reference = weakref.ref(watch)
 
-    def __call__(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            watch = self._watch()
-            if watch is not None:
-                watch.accumulated(parameter)
+    def hook(parameter: Tensor) -> None:
+        if parameter.grad is not None and (watch := reference()) is not None:
+            watch.accumulated(parameter)
+
+    return hook
 
 
 def _watched(parameter: Tensor) -> bool:

@@ -6,7 +6,7 @@ What a name does elsewhere in fxddp is told by its wrapper here.
 
 from .autograd import (
     accumulates,
-    below_autograd,
+    alias,
     compiled_autograd_enabled,
     compiled_node,
     creates_graph,
@@ -96,11 +96,11 @@ from .optimizer import (
 
 __all__ = [
     "accumulates",
+    "alias",
     "all_gather",
     "all_to_all",
     "aot_compile",
     "before_clipping",
-    "below_autograd",
     "bypass_cache",
     "compile_wrapper",
     "compiled_autograd_enabled",

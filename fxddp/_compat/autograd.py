@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -108,16 +107,17 @@ def distributed_autograd() -> bool:
     return task_id() >= 0 and torch._C._current_autograd_node() is None
 
 
-below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowADInplaceOrView
-"""Inside, operators skip autograd: an alias made here is no view to it, and users may `detach_()` such a `.grad`."""
+_guards: Any = torch._C._dynamo.guards
+alias: Callable[..., Tensor] = _guards._reinterpret_tensor
+"""`alias(tensor, shape, strides, offset=0)`: a tensor over the same memory that is no view to autograd.
+
+So users may `detach_()` a `.grad` made by it. It passes by the dispatcher, which costs more than the alias itself.
+"""
 
 
 def no_view(tensor: Tensor) -> Tensor:
     """The same values in the same memory, not as a view."""
-    if not tensor._is_view():
-        return tensor
-    with below_autograd():
-        return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return alias(tensor, tensor.shape, tensor.stride()) if tensor._is_view() else tensor
 
 
 def hooks_after_accumulation(parameter: Tensor) -> Any:
