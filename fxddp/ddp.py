@@ -212,7 +212,6 @@ class DistributedDataParallel(Members):
         """Makes what belongs to this instance: the backend and the compiled call."""
         self.backend = ModuleBackend(self._settings, self.module, frozenset(self.parameters_to_ignore))
         self._clock = ForwardClock()
-        self._has_buffers = bool(self.backend.shared_buffers())  # looked up once: it takes a walk over all modules
         reduction = precision.reduction(self.mixed_precision, self.backend.shared_parameters().values())
         if reduction is not None:
             self.backend.use_comm_hook(reduction)
@@ -312,7 +311,7 @@ class DistributedDataParallel(Members):
             and self._synchronises
             and self.training
             and torch.is_grad_enabled()
-            and self._has_buffers
+            and self.backend.has_buffers
         )
 
     def _syncs_buffers_at(self, location: Any) -> bool:
