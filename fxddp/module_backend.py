@@ -39,7 +39,8 @@ class ModuleBackend(Backend):
     """A backend that serves one module, told about each of its forwards.
 
     Attributes:
-        has_buffers: whether there are buffers to share, as of the last forward.
+        has_buffers: whether there are buffers to share, as of the last `keep_up`.
+        owes_backward: under `join`, the last forward was announced with a backward that has not come.
     """
 
     def __init__(self, settings: Settings, module: nn.Module, ignored: AbstractSet[str]) -> None:
@@ -53,20 +54,18 @@ class ModuleBackend(Backend):
         self.watch = _Watch(self)
         self.modules = Modules(self.watch)
         self._sparse: set[int] = set()
-        self._structure: _Structure | None = None
         self.has_buffers = False
+        self.owes_backward = False
         self.keep_up()  # what is wrapped is going to be trained
 
     def keep_up(self) -> None:
-        """Watches parameters that came, or took the place of others, since the last forward."""
-        if self._structure is None or self._structure.has_changed():
-            module = self._living()
-            self._structure = _Structure(module)
-            with torch.enable_grad():
-                self.adopt(module)
-            embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
-            self._sparse = {id(part.weight) for part in embeddings if part.sparse}
-            self.has_buffers = bool(self.shared_buffers())
+        """Watches parameters that came or took the place of others."""
+        module = self._living()
+        with torch.enable_grad():
+            self.adopt(module)
+        embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+        self._sparse = {id(part.weight) for part in embeddings if part.sparse}
+        self.has_buffers = bool(self.shared_buffers())
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
         """The module's parameters by name, without those to leave alone."""
@@ -161,10 +160,14 @@ class ModuleBackend(Backend):
         super().forget(backward)
         if backward.record.sync and not self.running:
             self._awaited = max(self._awaited - 1, 0)
+            self.owes_backward = False
 
 
-class _Structure:
-    """What a module consisted of. Not all changes call hooks of torch's: `ModuleList.insert` and `_apply` call none."""
+class Structure:
+    """What a module consisted of; keeps that alive.
+
+    Not all changes call hooks of torch's: `ModuleList.insert` and `_apply` call none.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         parts = list(map(vars, module.modules()))
