@@ -116,6 +116,7 @@ class Members(nn.parallel.DistributedDataParallel):
             kwargs: `divide_by_initial_world_size`, by default True: divide by the number of all ranks, not of those
                 that still have inputs.
         """
+        self.backend.owes_backward = False  # whatever an error left of another `join`
         self.backend.divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return Shadow(self)
 

@@ -84,6 +84,7 @@ class Uneven(Join):
             backend.owes_backward = False
             group = backend.lookup()
             if group is not None and group.size > 1:
+                group.notices = (backend.replica.owner(group), 0)
                 shadow_iteration(backend, group)
         super().__exit__(kind, error, traceback)
 

@@ -1,7 +1,8 @@
 """The backend of one wrapped module: knows which tensors to leave alone, and for every forward whether it synchronises.
 
 Note [marks]: where a forward ran decides whether its gradients are averaged. A compiled graph's autograd node carries
-that; for what runs eagerly, the nodes of the forward's outputs do. They run first in its backward.
+that; for what runs eagerly, the nodes of the forward's outputs do. They run first in its backward. A backward without
+any, while no synchronised forward waits for one, is none of the wrapper's: somebody used the plain module.
 """
 
 import weakref
