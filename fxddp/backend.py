@@ -199,6 +199,14 @@ class Backend:
         """Whether all these parameters are under one `no_sync` here and now."""
         return any(scope is None or scope.issuperset(parameters) for scope in self._local_scopes)
 
+    def concern(self) -> int:
+        """How much the running backward is this backend's, among those that watch the same parameter.
+
+        0: nothing of it is; 2: it runs in it; 3: it averages in it.
+        """
+        running = self._running.get(_compat.task_id())
+        return 0 if running is None else 2 + running.record.sync
+
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
         """Gradients of forwards that run inside stay local and accumulate.

@@ -38,6 +38,14 @@ ASK = 2.0
 WORDS = 6
 """Integers in a record that the caller fills."""
 
+OTHER_STEPS = (
+    "it ran another number of steps. Give all ranks the same number of batches, or use join of "
+    "fxddp.DistributedDataParallel"
+)
+LEFT_JOIN = (
+    "it is at the end of Join, and its last forward, with grad enabled, got no backward. Evaluate under torch.no_grad()"
+)
+
 Record = tuple[int, ...]
 
 _RECORD = struct.Struct(f"!{WORDS + 2}q")
@@ -214,11 +222,8 @@ class Channel:
         """Raises if a rank waits for this one in a collective of the user's, and has done so for a while."""
         for rank, place in now.items():
             if place == before.get(rank) and place.stuck_without(self._global_rank):
-                self._break(
-                    f"rank {self.rank} was about to {what()}, but rank {rank} waits for it {place}: it ran another "
-                    "number of steps. Give all ranks the same number of batches, or use join of "
-                    "fxddp.DistributedDataParallel"
-                )
+                why = LEFT_JOIN if place.left_join else OTHER_STEPS
+                self._break(f"rank {self.rank} was about to {what()}, but rank {rank} waits for it {place}: {why}")
 
     def _look(self, what: Callable[[], str]) -> None:
         """Reads what other ranks noted: raises if one of them will not come to where this rank waits."""

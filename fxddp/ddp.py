@@ -28,11 +28,11 @@ from .config import make_settings
 from .ddp_logging import ForwardClock
 from .ddp_members import Members
 from .join import announce_forward
-from .module_backend import ModuleBackend
+from .module_backend import ModuleBackend, Structure
 
 _instances = itertools.count()
 
-_NOT_COPIED = ("backend", "process_group", "device_mesh", "_run", "_clock")
+_NOT_COPIED = ("backend", "process_group", "device_mesh", "_run", "_clock", "_structure")
 """What belongs to this process or this instance: made anew for a copy."""
 
 
@@ -212,7 +212,7 @@ class DistributedDataParallel(Members):
         """Makes what belongs to this instance: the backend and the compiled call."""
         self.backend = ModuleBackend(self._settings, self.module, frozenset(self.parameters_to_ignore))
         self._clock = ForwardClock()
-        self._has_buffers = bool(self.backend.shared_buffers())  # looked up once: it takes a walk over all modules
+        self._structure = Structure(self.module)
         reduction = precision.reduction(self.mixed_precision, self.backend.shared_parameters().values())
         if reduction is not None:
             self.backend.use_comm_hook(reduction)
@@ -240,7 +240,9 @@ class DistributedDataParallel(Members):
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"), self._clock:
             checked.no_stock_around()
             trains = torch.is_grad_enabled()
-            self.backend.keep_up()
+            if self._structure.has_changed():
+                self._structure = Structure(self.module)
+                self.backend.keep_up()
             sync = self._synchronises
             if self._join_config.enable:
                 self._tell_joined(sync=sync and trains)
@@ -312,7 +314,7 @@ class DistributedDataParallel(Members):
             and self._synchronises
             and self.training
             and torch.is_grad_enabled()
-            and self._has_buffers
+            and self.backend.has_buffers
         )
 
     def _syncs_buffers_at(self, location: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 
 from . import _compat
 from . import ddp_arguments as checked
@@ -16,7 +16,7 @@ from ._compat import data_parallel as stock
 from .config import Settings
 from .ddp_logging import ForwardClock, logging_data
 from .group import GroupLookup, GroupReference
-from .join import Shadow
+from .join import Shadow, Uneven
 from .module_backend import ModuleBackend
 from .optimizer import optimizer_over
 
@@ -116,8 +116,26 @@ class Members(nn.parallel.DistributedDataParallel):
             kwargs: `divide_by_initial_world_size`, by default True: divide by the number of all ranks, not of those
                 that still have inputs.
         """
+        self.backend.owes_backward = False  # whatever an error left of another `join`
         self.backend.divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return Shadow(self)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Inside, ranks may have different numbers of inputs: those that run out take part with zeros.
+
+        At the end all ranks get what the rank has that ran out last.
+
+        Args:
+            divide_by_initial_world_size: see `join_hook`.
+            enable: whether to do anything.
+            throw_on_early_termination: raise on all ranks as soon as one runs out.
+        """
+        return Uneven(self, enable=enable, throw=throw_on_early_termination, by_initial=divide_by_initial_world_size)
 
     @property
     def joins_first(self) -> bool:

@@ -5,18 +5,21 @@ from the records what the others reduce, and takes part with zeros. Under `join`
 whether a synchronised backward follows. The numbers in events tell one wrapped model from another on the same group,
 whose steps may come in any order.
 
-A last forward with grad enabled that gets no backward leaves ranks without inputs waiting until the group's timeout:
-`Join` tells nobody of its end before it asks all ranks who is left. (Stock DDP's shadows then pair an all-reduce of
-gradients with that question.) Evaluate under `no_grad`.
+A last forward with grad enabled that gets no backward was announced as if it had one, and others wait for that.
+`Uneven`, the context manager of `DistributedDataParallel.join`, has its rank take part in the rest of that iteration
+without inputs; where no rank has any, the iteration is over. torch's `Join` tells nobody of its end before it asks all
+ranks who is left, so that ranks that wait for the backward have to find out where this one is (`whereabouts.py`) and
+raise. (Stock DDP's shadows pair an all-reduce of gradients with that question.)
 """
 
 from collections.abc import Set as AbstractSet
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 
 from .channel import RanksDisagree
 from .compression import Parcel
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .ddp_members import Members
     from .group import Group
+    from .module_backend import ModuleBackend
 
 
 class Shadow(JoinHook):
@@ -64,15 +68,39 @@ class Shadow(JoinHook):
             send(members, group, root)
 
 
-def announce_forward(backend: "Backend", group: "Group", *, sync: bool) -> None:
+class Uneven(Join):
+    """`Join` for one wrapped module, whose last forward need not get a backward."""
+
+    def __init__(self, model: "Members", *, enable: bool, throw: bool, by_initial: bool) -> None:
+        super().__init__([model], enable, throw, divide_by_initial_world_size=by_initial)
+        self._model = model
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Ends this rank's iteration, and takes part in those of the others."""
+        backend = self._model.backend
+        if kind is None and backend.owes_backward:
+            backend.owes_backward = False
+            group = backend.lookup()
+            if group is not None and group.size > 1:
+                group.notices = (backend.replica.owner(group), 0)
+                shadow_iteration(backend, group)
+        super().__exit__(kind, error, traceback)
+
+
+def announce_forward(backend: "ModuleBackend", group: "Group", *, sync: bool) -> None:
     """Tells ranks without inputs that a forward starts, and whether a backward follows that synchronises."""
     backend.joining = True
+    backend.owes_backward = sync
     event = Event(FORWARD, details=sync, owner=backend.replica.owner(group))
     backend.agreement.announce(event, group).decision()
 
 
 def shadow_iteration(backend: "Backend", group: "Group") -> None:
     """Takes part, with zeros, in all that the other ranks do until this backend's iteration is over.
+
+    It is over as well where none of them has inputs left.
 
     Raises:
         RanksDisagree: they do something that cannot be shadowed.
@@ -83,7 +111,7 @@ def shadow_iteration(backend: "Backend", group: "Group") -> None:
         decision = backend.agreement.announce(Event(JOINED), group).decision()
         step = decision.step
         if step is None:
-            raise RanksDisagree("no rank has inputs left, but this one waits for an iteration of the others")
+            break
         owner = group.owner(step.owner)
         if owner is None:
             raise RanksDisagree(

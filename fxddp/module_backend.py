@@ -1,12 +1,16 @@
 """The backend of one wrapped module: knows which tensors to leave alone, and for every forward whether it synchronises.
 
 Note [marks]: where a forward ran decides whether its gradients are averaged. A compiled graph's autograd node carries
-that; for what runs eagerly, the nodes of the forward's outputs do. They run first in its backward.
+that; for what runs eagerly, the nodes of the forward's outputs do. They run first in its backward. A backward without
+any, while no synchronised forward waits for one, is none of the wrapper's: somebody used the plain module.
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import chain
+from math import inf
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +24,7 @@ from .config import Settings
 from .decision import BUFFERS, Event
 from .group import Group
 from .modules import Modules
-from .uncovered import Watch, parameters_registered
+from .uncovered import Watch
 from .values import send, send_before_forward
 
 if TYPE_CHECKING:
@@ -28,31 +32,41 @@ if TYPE_CHECKING:
 
 KEPT_MARKS = 64
 
+HOLDERS = ("_modules", "_parameters")
+"""Where modules keep their members, in dicts; those of TorchScript have something else there, and never change."""
+
 
 class ModuleBackend(Backend):
-    """A backend that serves one module, told about each of its forwards."""
+    """A backend that serves one module, told about each of its forwards.
+
+    Attributes:
+        has_buffers: whether there are buffers to share, as of the last `keep_up`.
+        owes_backward: under `join`, the last forward was announced with a backward that has not come.
+    """
 
     def __init__(self, settings: Settings, module: nn.Module, ignored: AbstractSet[str]) -> None:
         super().__init__(settings)
         self._module = weakref.ref(module)
         self._ignored = ignored
-        self._ignored_ids = {id(p): weakref.ref(p) for name, p in module.named_parameters() if name in ignored}
+        self._own: dict[int, weakref.ref[Tensor]] = {}
+        self._awaited = 0.0
         self._marks: dict[int, bool] = {}
         self._buffer_events: dict[Any, Event] = {}
         self.watch = _Watch(self)
         self.modules = Modules(self.watch)
         self._sparse: set[int] = set()
-        self._registered = -1
+        self.has_buffers = False
+        self.owes_backward = False
         self.keep_up()  # what is wrapped is going to be trained
 
     def keep_up(self) -> None:
-        """Watches parameters that took the place of others since the last forward."""
-        if self._registered != parameters_registered():
-            self._registered = parameters_registered()
-            with torch.enable_grad():
-                self.adopt(self._living())
-            embeddings = (part for part in self._living().modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
-            self._sparse = {id(part.weight) for part in embeddings if part.sparse}
+        """Watches parameters that came or took the place of others."""
+        module = self._living()
+        with torch.enable_grad():
+            self.adopt(module)
+        embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+        self._sparse = {id(part.weight) for part in embeddings if part.sparse}
+        self.has_buffers = bool(self.shared_buffers())
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
         """The module's parameters by name, without those to leave alone."""
@@ -68,12 +82,18 @@ class ModuleBackend(Backend):
         return module
 
     def is_ignored(self, tensor: Any) -> bool:
-        """Whether graphs leave this tensor alone.
+        """Whether graphs leave this tensor alone: parameters that are not the module's may differ between ranks.
 
         Buffers are the wrapper's business: it sends all of them, and a user may replace one on one rank alone.
         """
-        reference = self._ignored_ids.get(id(tensor))
-        return not isinstance(tensor, nn.Parameter) or (reference is not None and reference() is tensor)
+        return not (isinstance(tensor, nn.Parameter) and self.has(tensor))
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether this is one of the module's own parameters, and not one to leave alone."""
+        reference = self._own.get(id(parameter))
+        if reference is None or reference() is not parameter:
+            self._own = {id(p): weakref.ref(p) for p in self.shared_parameters().values()}
+        return id(parameter) in self._own
 
     def known_tensors(self, owners_of: Any = None) -> list[tuple[str, Tensor]]:
         """As `Backend.known_tensors`, without those to leave alone."""
@@ -109,8 +129,11 @@ class ModuleBackend(Backend):
     def mark(self, outputs: Iterable[Tensor], *, sync: bool) -> None:
         """Has the backward of these outputs of a forward follow it; see Note [marks]."""
         mark = _Mark(self, sync)
-        for node in {id(node): node for t in outputs if (node := t.grad_fn) is not None}.values():
+        nodes = {id(node): node for t in outputs if (node := t.grad_fn) is not None}
+        for node in nodes.values():
             node.register_prehook(mark)
+        if sync:
+            self._awaited += 1 if nodes else inf  # what nobody can see may have any number of backwards
 
     def note(self, *, sync: bool) -> None:
         """Notes that the running backward belongs to a forward that does or does not synchronise."""
@@ -120,14 +143,46 @@ class ModuleBackend(Backend):
             del self._marks[next(iter(self._marks))]
 
     def under_no_sync(self, parameters: Collection[int]) -> bool:
-        """Whether what eager code accumulated stays local: as the forwards of this backward say."""
+        """Whether what eager code accumulated stays local: as the forwards of this backward say.
+
+        If there are none that we know of, and none is waiting for its backward, the plain module was used.
+        """
         sync = self._marks.get(_compat.task_id())
-        return super().under_no_sync(parameters) if sync is None else not sync
+        return (not self._awaited or super().under_no_sync(parameters)) if sync is None else not sync
+
+    def concern(self) -> int:
+        """As `Backend.concern`; a forward that waits for its backward makes it 1."""
+        sync = self._marks.get(_compat.task_id())
+        return max(super().concern(), int(self._awaited > 0), 0 if sync is None else 2 + sync)
 
     def forget(self, backward: "Backward") -> None:
         """Called when a backward is over."""
         self._marks.pop(backward.task, None)
         super().forget(backward)
+        if backward.record.sync and not self.running:
+            self._awaited = max(self._awaited - 1, 0)
+            self.owes_backward = False
+
+
+class Structure:
+    """What a module consisted of; keeps that alive.
+
+    Not all changes call hooks of torch's: `ModuleList.insert` and `_apply` call none.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(map(vars, module.modules()))
+        self._holders = [held for part in parts for key in HOLDERS if isinstance(held := part.get(key), dict)]
+        self._counted = [*self._holders, *(held for part in parts if isinstance(held := part.get("_buffers"), dict))]
+        self._counts = list(map(len, self._counted))
+        self._members = list(self._now())
+
+    def has_changed(self) -> bool:
+        """Whether modules or parameters came, went or were replaced, or the number of buffers is another."""
+        return list(map(len, self._counted)) != self._counts or not all(map(is_, self._now(), self._members))
+
+    def _now(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._holders))
 
 
 class _Watch(Watch):
@@ -135,17 +190,17 @@ class _Watch(Watch):
 
     def __init__(self, backend: ModuleBackend) -> None:
         super().__init__(backend)
-        self._ignores = weakref.WeakMethod(backend.is_ignored)
+        self._module_backend = weakref.ref(backend)
 
     def add(self, parameter: Tensor, name: str, *, rename: bool = False) -> None:
         """As `Watch.add`."""
-        ignores = self._ignores()
-        if ignores is None or not ignores(parameter):
+        backend = self._module_backend()
+        if backend is None or not backend.is_ignored(parameter):
             super().add(parameter, name, rename=rename)
 
     def strangers(self) -> list[Tensor]:
-        """As `Watch.strangers`."""
-        return [parameter for parameter in super().strangers() if parameter in self]
+        """As `Watch.strangers`; there are none, as others than the module's parameters are left alone."""
+        return []
 
 
 class _Mark:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from . import _compat
 from .living import living
@@ -25,7 +24,8 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .group import Group
 
-_owners: dict[int, tuple["weakref.ref[Watch]", RemovableHandle]] = {}
+_watchers: dict[int, "_Watchers"] = {}
+"""By id of the parameter."""
 
 
 _registered = itertools.count(1)
@@ -85,20 +85,15 @@ class Watch:
         def forget(_: object) -> None:
             names.pop(identity, None)
             refs.pop(identity, None)
-            _owners.pop(identity, None)
 
         names[identity] = name
         refs[identity] = weakref.ref(parameter, forget)
-        if identity in _owners:  # one backend at a time answers for a parameter: the one that met it last
-            _owners[identity][1].remove()
-        frozen = not parameter.requires_grad
-        if frozen:  # a hook can only be put on a parameter that requires grad; it stays when that is taken back
-            parameter.requires_grad_(True)
-        handle = parameter.register_post_accumulate_grad_hook(_hook(self))
-        if frozen:
-            parameter.requires_grad_(False)
-        _compat.put_first(_compat.hooks_after_accumulation(parameter), handle.id)
-        _owners[identity] = (weakref.ref(self), handle)
+        (_watchers_of(parameter) or _Watchers(parameter)).add(self)
+
+    def concern(self) -> int:
+        """`Backend.concern`."""
+        backend = self._backend()
+        return -1 if backend is None else backend.concern()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
     def accumulated(self, parameter: Tensor) -> None:
@@ -158,23 +153,62 @@ class Watch:
         backend.replica.contact(named, group, send=backend.settings.init_sync, used=used)
 
 
-def _hook(watch: Watch) -> Callable[[Tensor], None]:
-    """The hook on a watched parameter; keeps neither the backend nor the parameter alive.
+class _Watchers:
+    """All that watch one parameter; keeps neither them nor the parameter alive.
+
+    One of them answers for it in a backward: one that averages there, else one that runs there, else the last to come.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        identity = id(parameter)
+        self.parameter = weakref.ref(parameter, lambda _: _watchers.pop(identity, None))
+        self._watches: list[weakref.ref[Watch]] = []
+        _watchers[identity] = self
+        frozen = not parameter.requires_grad
+        if frozen:  # a hook can only be put on a parameter that requires grad; it stays when that is taken back
+            parameter.requires_grad_(True)
+        handle = parameter.register_post_accumulate_grad_hook(_hook(self))
+        if frozen:
+            parameter.requires_grad_(False)
+        _compat.put_first(_compat.hooks_after_accumulation(parameter), handle.id)
+
+    def add(self, watch: Watch) -> None:
+        """Has one more answer."""
+        self._watches = [reference for reference in self._watches if reference() is not None]
+        self._watches.append(weakref.ref(watch))
+
+    def alive(self) -> list[Watch]:
+        """Those that are still there, the last to come first."""
+        return [watch for reference in reversed(self._watches) if (watch := reference()) is not None]
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """Has one of them note what autograd accumulated."""
+        watches = self.alive()
+        if watches:
+            (watches[0] if len(watches) == 1 else max(watches, key=Watch.concern)).accumulated(parameter)
+
+
+def _hook(watchers: _Watchers) -> Callable[[Tensor], None]:
+    """The hook on a watched parameter.
 
     Autograd calls it for every parameter in every backward, most of which have no gradient then.
     """
-    reference = weakref.ref(watch)
 
     def hook(parameter: Tensor) -> None:
-        if parameter.grad is not None and (watch := reference()) is not None:
-            watch.accumulated(parameter)
+        if parameter.grad is not None:
+            watchers.accumulated(parameter)
 
     return hook
 
 
+def _watchers_of(parameter: Tensor) -> _Watchers | None:
+    found = _watchers.get(id(parameter))
+    return found if found is not None and found.parameter() is parameter else None
+
+
 def _watched(parameter: Tensor) -> bool:
-    owner = _owners[id(parameter)][0]() if id(parameter) in _owners else None
-    return owner is not None and parameter in owner
+    watchers = _watchers_of(parameter)
+    return watchers is not None and bool(watchers.alive())
 
 
 def _relatives(modules: Sequence[nn.Module], family: AbstractSet[int]) -> dict[int, tuple[str, Tensor]]:

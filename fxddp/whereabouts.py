@@ -44,6 +44,7 @@ SYMMETRIC = frozenset({
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVES = str(Path(dist.__file__).parent / "distributed_c10d.py")
+_JOIN = str(Path(dist.__file__).parent / "algorithms" / "join.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,14 @@ class Place:
         inside: it is in fxddp.
         collective: the function of torch.distributed that it is in, or "".
         ranks: the (global) ranks that take part in that.
+        left_join: it asks, at the end of torch's `Join`, which ranks have inputs left.
     """
 
     line: str = ""
     inside: bool = False
     collective: str = ""
     ranks: tuple[int, ...] = ()
+    left_join: bool = False
 
     def stuck_without(self, rank: int) -> bool:
         """Whether it waits in a collective of the user's for a (global) rank that is in fxddp."""
@@ -138,7 +141,7 @@ class Whereabouts:
 
 def place_of(frame: FrameType) -> Place:
     """What a thread's innermost frame says."""
-    line, collective, inside = "", "", False
+    line, collective, inside, left_join = "", "", False, False
     ranks: tuple[int, ...] = ()
     current: FrameType | None = frame
     while current is not None:
@@ -147,10 +150,12 @@ def place_of(frame: FrameType) -> Place:
             inside = True
         elif file == _COLLECTIVES:
             collective, ranks = current.f_code.co_name, _ranks(current.f_locals.get("group"))
+        elif file == _JOIN:
+            left_join = left_join or current.f_code.co_name == "__exit__"
         elif not line and not file.startswith((_TORCH, "<")):
             line = f"{Path(file).name}:{current.f_lineno} in {current.f_code.co_name}"
         current = current.f_back
-    return Place(line, inside, collective, ranks)
+    return Place(line, inside, collective, ranks, left_join)
 
 
 def _ranks(group: Any) -> tuple[int, ...]:

@@ -343,6 +343,164 @@ def test_ignored_parameters_and_buffers(pool: Pool, compiles: bool):
     pool.run(ignored, compiles)
 
 
+class Borrowing(nn.Module):
+    """Computes with its own layer, with one that it keeps where torch does not see it, and with what it is given."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 4)
+        self.hidden = [seeded(rank + 5, lambda: nn.Linear(8, 4))]
+
+    def forward(self, x: Tensor, prompt: Tensor) -> Tensor:
+        return self.own(x + prompt) + self.hidden[0](x)
+
+
+def not_its_own(rank: int, world: int, compiles: bool) -> None:
+    """Parameters of each rank alone before, in and behind the module stay as they are, and their gradients local."""
+
+    def train(wrap: Callable[[nn.Module], Any]) -> dict[str, Tensor | None]:
+        shard = seeded(rank + 5, lambda: nn.Embedding(10 + rank, 8))  # of another shape on each rank
+        head, prompt = seeded(rank + 5, lambda: nn.Linear(4, 2)), nn.Parameter(torch.full((8,), float(rank)))
+        module = seeded(0, lambda: Borrowing(rank))
+        model, parts = wrap(module), nn.ModuleList([module, *module.hidden, shard, head])
+        parts.prompt = prompt
+        optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            head(model(shard(torch.arange(4) + rank), prompt)).square().mean().backward()
+            optimizer.step()
+        return gradients(parts) | {f"{name} itself": p.detach() for name, p in parts.named_parameters()}
+
+    expect_equal(train(lambda m: wrapped(m, compile=compiles)), train(Stock), f"{compiles=}", tol=1e-6)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_parameters_of_others_stay_local(pool: Pool, compiles: bool):
+    pool.run(not_its_own, compiles)
+
+
+def behind_its_back(rank: int, world: int, compiles: bool) -> None:
+    """The plain module's own forwards are local, on one rank or on all; and accumulate, as under `no_sync`."""
+    module = seeded(0, Mlp)
+    model = wrapped(module, compile=compiles)
+    for i in range(3):
+        module.zero_grad()
+        loss_of(model, i).backward()
+        expect_equal(gradients(module), average(local(module, i)), f"step {i}")
+        with counted_collectives() as started:
+            if rank == 0 or i == 1:
+                x = data(20, 6, 8).requires_grad_()
+                module.zero_grad()
+                model.module(x).square().mean().backward()
+                expect_equal(gradients(module), local(module, 20), f"plain module after step {i}")
+        expect(not started, f"{started}")
+    module.zero_grad()
+    if rank == 0:
+        loss_of(module, 7).backward()
+    loss_of(model, 8).backward()
+    mine = total(local(module, 7), local(module, 8)) if rank == 0 else local(module, 8)
+    expect_equal(gradients(module), average(mine), "accumulated before", tol=1e-6)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_plain_module_trains_alone(pool: Pool, compiles: bool):
+    pool.run(behind_its_back, compiles)
+
+
+class Silent(nn.Module):
+    """Keeps its loss, and returns what no one can look into, or nothing."""
+
+    def __init__(self, returns: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layers, self.returns = Mlp(), returns
+
+    def forward(self, x: Tensor) -> Any:
+        self.loss = self.layers(x).square().mean()
+        return self.returns(self.loss)
+
+
+def silent(rank: int, world: int, compiles: bool) -> None:
+    returns: list[Callable[[Tensor], Any]] = [lambda _: None, lambda loss: partial(int, loss), lambda loss: loss * 2]
+    for i, back in enumerate(returns):
+        module = seeded(0, lambda back=back: Silent(back))  # type: ignore[misc]
+        model = wrapped(module, compile=compiles)
+        for n in range(2):
+            module.zero_grad()
+            model(data(n, 6, 8))
+            first = module.loss
+            model(data(n + 5, 6, 8))
+            first.backward()
+            module.loss.backward()
+            each = (average(local(module.layers, j)) for j in (n, n + 5))
+            expect_equal(gradients(module.layers), total(*each), f"{i}, step {n}", tol=1e-6)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_losses_that_are_not_returned(pool: Pool, compiles: bool):
+    pool.run(silent, compiles)
+
+
+def wrapped_twice(rank: int, world: int, compiles: bool) -> None:
+    """Each wrapper averages what its own forwards accumulate, also when the one that came last is gone."""
+    module = seeded(0, Mlp)
+    models = [wrapped(module, compile=compiles) for _ in range(2)]
+    for i, model in enumerate([*models, *models]):
+        module.zero_grad()
+        with model.no_sync():
+            loss_of(model, i).backward()
+        expect_equal(gradients(module), local(module, i), f"local, {i}")
+        (loss_of(model, i + 5) + module.first.weight.square().sum() * (rank + 1)).backward()
+        regularised: Any = lambda m, i=i: loss_of(m, i + 5) + m.first.weight.square().sum() * (rank + 1)  # noqa: E731
+        both = local_gradients(module, partial(loss_of, i=i), regularised)
+        expect_equal(gradients(module), average(both), f"synchronised, {i}", tol=1e-6)
+    del models[1:], model
+    module.zero_grad()
+    (loss_of(models[0], 3) + module.first.weight.sum() * rank).backward()
+    regularised = lambda m: loss_of(m, 3) + m.first.weight.sum() * rank  # noqa: E731
+    alone = local_gradients(module, regularised)
+    expect_equal(gradients(module), average(alone), "the first is left", tol=1e-6)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_two_wrappers_of_one_module(pool: Pool, compiles: bool):
+    pool.run(wrapped_twice, compiles)
+
+
+def restructured(rank: int, world: int, compiles: bool) -> None:
+    """Modules and parameters that come or are replaced between steps, in ways of which torch tells nobody."""
+
+    def converted(module: nn.Module) -> None:
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        try:
+            module.to(torch.float32).to(torch.float64).to(torch.float32)
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+    def replaced(module: Any) -> None:
+        module[1]._parameters["bias"] = nn.Parameter(torch.ones(6))
+
+    early = seeded(3, lambda: nn.Linear(5, 5))  # made before the wrapper
+    changes: list[Callable[[Any], None]] = [converted, replaced, lambda m: m.insert(1, early)]
+    module = seeded(0, lambda: nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 6)))
+    model = wrapped(module, compile=compiles)
+    for i, change in enumerate(changes):
+        loss_of(model, i).backward()
+        change(module)
+        module.zero_grad()
+        loss_of(model, i).backward()
+        expect_equal(gradients(module), average(local(module, i)), f"after change {i}")
+        module.zero_grad()
+    expect(not model.will_sync_module_buffers(), "no buffers yet")
+    module[0].register_buffer("late", torch.full((2,), float(rank)))
+    loss_of(model, 5)
+    expect(module[0].late.sum() == 0, "a buffer that came late is rank 0's")
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_modules_that_change(pool: Pool, compiles: bool):
+    pool.run(restructured, compiles)
+
+
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import fxddp
-from tests.live.lab import SMALL, Mlp, data, error_of, expect, expect_equal, gradients, local_gradients, seeded
+from tests.live.lab import (
+    SMALL,
+    Mlp,
+    average,
+    data,
+    error_of,
+    expect,
+    expect_equal,
+    gradients,
+    local_gradients,
+    seeded,
+    total,
+)
 from tests.live.pool import Pool
 from tests.test_agreement import Experts, square
 
@@ -129,6 +143,67 @@ class Sum(nn.Module):
 @pytest.mark.parametrize("apart", [True, False])
 def test_two_models_in_one_join(pool: Pool, apart: bool):
     pool.run(two_models, apart)
+
+
+def without_a_backward(rank: int, world: int, compiles: bool, stray: int, forwards: int) -> None:
+    """Ranks that evaluate with grad enabled behind their last step: with others still at it, and as the last ones.
+
+    The forward comes with a batch of the others, to which this rank has nothing to add.
+    """
+
+    def loss(model: Any, i: int, rank: int = rank) -> Tensor:
+        return sum((square(model(data(i + 20 * n, 6, 8, rank=rank))) for n in range(forwards)), torch.zeros(()))
+
+    module = seeded(0, Mlp)
+    model = wrapped(module, compile=compiles)
+    steps = [2, 4, 3][:world]
+    with model.join():
+        for i in range(steps[rank]):
+            module.zero_grad()
+            loss(model, i).backward()
+            there = [r for r in range(world) if i < steps[r]]
+            parts = [local_gradients(module, partial(loss, i=i, rank=r)) for r in there]
+            mean = {n: g / world for n, g in total(*parts).items() if g is not None}
+            expect_equal(gradients(module), mean, f"step {i}", tol=1e-5)
+        if stray in (rank, -1):
+            model(data(9, 6, 8))
+    expect(not model.backend.joining, "still joining")
+    module.zero_grad()
+    square(model(data(9, 6, 8))).backward()
+    expect_equal(gradients(module), average(local_gradients(module, lambda m: square(m(data(9, 6, 8))))), "after join")
+
+
+@pytest.mark.parametrize(("stray", "forwards"), [(0, 1), (0, 2), (1, 1), (-1, 1)])
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_last_forward_without_a_backward(pool: Pool, compiles: bool, stray: int, forwards: int):
+    pool.run(without_a_backward, compiles, stray, forwards)
+
+
+@pytest.mark.parametrize("stray", [0, -1])
+def test_a_last_forward_without_a_backward_of_three(pool3: Pool, stray: int):
+    pool3.run(without_a_backward, True, stray, 1)
+
+
+def left_torchs_join(rank: int, world: int) -> str:
+    model = wrapped(seeded(0, Mlp))
+
+    def run() -> None:
+        with Join([model]):
+            train(model, 1 + 2 * rank)
+            if rank == 1:
+                model(data(9, 6, 8))
+
+    message = str(error_of(run))
+    if rank == 0:
+        dist.all_reduce(torch.zeros(1))  # what rank 1 waits for, or it would do so until the timeout
+    return message
+
+
+def test_a_last_forward_without_a_backward_in_torchs_join(pool: Pool):
+    """Nobody is told, so the rank that waits looks where the other one is."""
+    message, _ = pool.run(left_torchs_join, discard=True)
+    assert "test_join.py" in message
+    assert "at the end of Join, and its last forward" in message
 
 
 def early(rank: int, world: int) -> str:
