@@ -62,7 +62,7 @@ class PlanLog:
         logs, traces = log.isEnabledFor(logging.INFO), _compat.traces_compilation()
         if not (logs or traces):
             return
-        from .explain.gather import graph_of
+        from .explain.graphs import graph_of
         from .explain.text import graph_lines
 
         graph = graph_of(site)
