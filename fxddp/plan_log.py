@@ -55,7 +55,7 @@ class PlanLog:
         backward = site.compilation.backward
         if backward is None:
             return
-        frame = _compat.frame_compiled()
+        frame = site.frame
         before = self._last.get(frame)
         if frame is not None:
             self._last[frame] = backward.program.plan, site.names

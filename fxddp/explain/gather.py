@@ -24,7 +24,7 @@ from .parameters import parameters_of
 from .report import Explanation
 from .sending import Sending, numbered, runs_of, unmodelled
 from .timeline import simulate
-from .times import gradients, other_sizes, recorded_spans, steps, timed
+from .times import gradients, other_sizes, recorded_spans, steps, superseded, timed, unlike_the_last
 
 
 def gather(
@@ -54,18 +54,20 @@ def gather(
         tried: what a dry run showed; None for a backend that trains.
         trained: the backend that trains the model, if one does.
     """
-    sites = [(n, site) for n, site in enumerate(backend.sites) if site.compilation.backward is not None]
+    compiled = [site for site in backend.sites if site.compilation.backward is not None]
+    replaced = superseded(backend, compiled)
+    sites = [site for site in compiled if site not in replaced]
     world_size = 1 if network is None else network.world_size
     view = View(machine, device, tried, Sending(settings, world_size, runs_of(settings, trained)))
-    graphs = numbered([graph_at(i, n, site, view) for i, (n, site) in enumerate(sites)], view.sending)
+    graphs = numbered([graph_at(i, site, view) for i, site in enumerate(sites)], view.sending)
     breaks = breaks_of(backend, tried)
     parameters = parameters_of(backend, graphs, breaks, tried)
     eager = {parameter.name for parameter in parameters if parameter.state == "eager"}
     late = [tensor for name, tensor in backend.known_tensors() if name in eager]
     spans = simulate([steps(graph) for graph in graphs], network, list(view.sending.late(late, settings.cap)))
-    recorded = recorded_spans(backend, graphs)
+    recorded = recorded_spans(backend, sites, graphs)
     graphs = [timed(graph, spans, recorded) for graph in graphs]
-    known = [gradients(site, machine, graph) for (_, site), graph in zip(sites, graphs, strict=True)]
+    known = [gradients(site, machine, graph) for site, graph in zip(sites, graphs, strict=True)]
     found = Explanation(
         model=model,
         graphs=tuple(graphs),
@@ -79,7 +81,7 @@ def gather(
         timeline=spans,
         recorded=recorded,
         sizes=other_sizes(known, network, view.sending, late),
-        notes=(*notes, *unmodelled(settings, view.sending)),
+        notes=(*notes, *unmodelled(settings, view.sending), *unlike_the_last(backend, sites, len(replaced))),
         versions={"fxddp": _version(), "torch": torch.__version__},
     )
     return replace(found, advice=tuple(advice.advise(found)))

@@ -30,7 +30,7 @@ def graph_of(site: Site) -> Graph:
     """What is told of one graph, on its own; times are those of an assumed machine."""
     backend = site.backend
     sending = Sending(backend.settings, runs=runs_of(backend.settings, backend))
-    return graph_at(0, 0, site, View(MACHINES["cpu"], None, None, sending))
+    return graph_at(0, site, View(MACHINES["cpu"], None, None, sending))
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,11 @@ class View:
     sending: Sending
 
 
-def graph_at(index: int, number: int, site: Site, view: View) -> Graph:
+def graph_at(index: int, site: Site, view: View) -> Graph:
     """What is told of one graph among several.
 
     Args:
         index: its number among those with a backward.
-        number: its number among all that were compiled.
         site: the graph.
         view: how to look at it.
     """
@@ -63,7 +62,11 @@ def graph_at(index: int, number: int, site: Site, view: View) -> Graph:
     times = view.tried.pieces if view.tried else {}
     pieces = tuple(
         replace(
-            _piece(told, k, view.machine), graph=index, bucket=step.bucket, measured=times.get((number, k)), code=code
+            _piece(told, k, view.machine),
+            graph=index,
+            bucket=step.bucket,
+            measured=times.get((site.number, k)),
+            code=code,
         )
         for k, (step, code) in enumerate(zip(program.steps, codes, strict=True))
     )
@@ -78,7 +81,7 @@ def graph_at(index: int, number: int, site: Site, view: View) -> Graph:
         passes=_passes(kept.history) if kept else (),
         unused=tuple(site.names[position] for position in site.trained if position not in planned),
         predicted=float(view.machine.seconds(told.forward.at(told.values))),
-        measured=view.tried.forwards.get(number) if view.tried else None,
+        measured=view.tried.forwards.get(site.number) if view.tried else None,
         dynamo=_code(site.graph),
         forward=_code(site.compilation.forward_graph),
         backward=_code(kept.gm if kept else None),

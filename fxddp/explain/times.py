@@ -1,6 +1,7 @@
 """When buckets travel: in the predicted step, with buckets of other sizes, and in the last backward that ran."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -82,12 +83,42 @@ def other_sizes(
     return tuple(found)
 
 
-def recorded_spans(backend: Backend, graphs: Sequence[Graph]) -> tuple[Span, ...]:
-    """The last synchronised backward of these graphs, as spans."""
-    records = [record for record in backend.stats().backwards if record.sync and record.launches]
-    buckets = [(graph.index, bucket.index) for graph in reversed(graphs) for bucket in graph.buckets]
-    pieces = [(graph.index, piece.index) for graph in reversed(graphs) for piece in graph.pieces]
-    for record in reversed(records):
+def superseded(backend: Backend, sites: Sequence[Site]) -> list[Site]:
+    """The graphs that did not run in the last synchronised backward, while another graph of the same code did.
+
+    Dynamo compiles code again for other inputs; a step runs one of those graphs.
+    """
+    ran = _last_graphs(backend)
+    frames = {site.frame for site in sites if site.number in ran} - {None}
+    return [site for site in sites if site.number not in ran and site.frame in frames]
+
+
+def unlike_the_last(backend: Backend, sites: Sequence[Site], replaced: int) -> Iterator[str]:
+    """Where the last synchronised backward ran other graphs, or some more than once."""
+    if replaced:
+        what = f"{replaced} graph{'s' * (replaced != 1)} left out"
+        yield f"{what}: Dynamo compiled the same code again, and the last backward ran another graph of it"
+    often = Counter(_last_graphs(backend))
+    for index, site in enumerate(sites):
+        if often[site.number] > 1:
+            yield f"graph {index} ran {often[site.number]} times in the last backward, and is counted once"
+
+
+def _last_graphs(backend: Backend) -> Sequence[int]:
+    return next(
+        (record.graphs for record in reversed(backend.stats().backwards) if record.sync and record.launches), ()
+    )
+
+
+def recorded_spans(backend: Backend, sites: Sequence[Site], graphs: Sequence[Graph]) -> tuple[Span, ...]:
+    """The last synchronised backward of these graphs, each once, as spans."""
+    at = {site.number: graph for site, graph in zip(sites, graphs, strict=True)}
+    for record in reversed(backend.stats().backwards):
+        if not (record.sync and record.launches and sorted(record.graphs) == sorted(at)):
+            continue
+        ran = [at[number] for number in record.graphs]
+        buckets = [(graph.index, bucket.index) for graph in ran for bucket in graph.buckets]
+        pieces = [(graph.index, piece.index) for graph in ran for piece in graph.pieces]
         if (record.launches, record.pieces) == (len(buckets), len(pieces)):
             return _spans(record, pieces, buckets)
     return ()
