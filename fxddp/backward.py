@@ -152,6 +152,7 @@ class Backward:
     def enter(self, call: "Call") -> None:
         """Notes that a compiled node of this backward starts."""
         self.follow(call)
+        self.record.graphs.append(call.graph)
         self.explore(call.binding)
 
     def explore(self, seen: "Binding | Watch") -> None:

@@ -112,16 +112,24 @@ class Bindings:
 class Call:
     """One forward of one graph, as its backward finds it."""
 
-    __slots__ = ("backend", "binding", "creates_graph", "group", "parameters", "sync", "undefined")
+    __slots__ = ("backend", "binding", "creates_graph", "graph", "group", "parameters", "sync", "undefined")
 
     def __init__(
-        self, backend: "Backend", binding: Binding, parameters: tuple[Tensor, ...], group: Group, sync: bool
+        self,
+        backend: "Backend",
+        binding: Binding,
+        parameters: tuple[Tensor, ...],
+        group: Group,
+        *,
+        sync: bool,
+        graph: int,
     ) -> None:
         self.backend = backend
         self.binding = binding
         self.parameters = parameters
         self.group = group
         self.sync = sync
+        self.graph = graph
         self.undefined: frozenset[int] = frozenset()
         self.creates_graph = False
 

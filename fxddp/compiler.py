@@ -29,9 +29,7 @@ class Compilation:
 
     def __init__(self, settings: Settings, parameters: Mapping[int, Tensor], group_name: str, group_size: int) -> None:
         self._settings = settings
-        self._parameters = {
-            position: _compat.stand_in(p) for position, p in parameters.items()
-        }  # compiled code outlives models
+        self._parameters = _compat.stand_ins(parameters)  # compiled code outlives models
         self._group = (group_name, group_size)
         self._forward_outputs: tuple[Any, ...] = ()
         self._forward_work = Work()

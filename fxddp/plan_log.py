@@ -55,14 +55,14 @@ class PlanLog:
         backward = site.compilation.backward
         if backward is None:
             return
-        frame = _compat.frame_compiled()
+        frame = site.frame
         before = self._last.get(frame)
         if frame is not None:
             self._last[frame] = backward.program.plan, site.names
         logs, traces = log.isEnabledFor(logging.INFO), _compat.traces_compilation()
         if not (logs or traces):
             return
-        from .explain.gather import graph_of
+        from .explain.graphs import graph_of
         from .explain.text import graph_lines
 
         graph = graph_of(site)

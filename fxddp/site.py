@@ -46,6 +46,8 @@ class Site:
         compilation: what was compiled.
         graph: the Dynamo graph, if graphs are kept.
         broken_by: as in `Inputs`.
+        number: how many graphs this backend had compiled before.
+        frame: file, line and name of the code it was compiled from, if Dynamo did.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Site:
         self.compilation = compilation
         self.graph = graph
         self.broken_by = inputs.broken_by
+        self.number = len(backend.sites)
+        self.frame = _compat.frame_compiled()
         self._compiled = compiled
         self._begins = beginning()
         self._bindings = Bindings(self.trained)
@@ -97,7 +101,7 @@ class Site:
         results = self._compiled(*arguments)
         node = _compat.compiled_node(results, since) or _compat.compiled_node(arguments, since)
         if node is not None:
-            node.register_prehook(Call(backend, binding, parameters, group, sync))
+            node.register_prehook(Call(backend, binding, parameters, group, sync=sync, graph=self.number))
         return results
 
     def _note_use(self, arguments: Sequence[Any], *, late: bool) -> None:

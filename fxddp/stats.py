@@ -44,6 +44,7 @@ class BackwardRecord:
         uncovered: names of the parameters that were reduced outside of the graphs, after the backward.
         uncovered_bytes: bytes of their gradients.
         uncovered_launches: all-reduces launched for them.
+        graphs: which compiled graphs ran, in that order, numbered as they were compiled.
         events: (what, index, seconds of `time.perf_counter`), in order: "piece", "launch" and "wait", and for buckets
             outside of the graphs "launch outside" and "wait outside". Each kind is numbered through the whole backward.
         buckets: when each bucket of a graph travelled.
@@ -59,6 +60,7 @@ class BackwardRecord:
     uncovered: tuple[str, ...] = ()
     uncovered_bytes: int = 0
     uncovered_launches: int = 0
+    graphs: list[int] = field(default_factory=list)
     events: list[tuple[str, int, float]] = field(default_factory=list)
     buckets: list[BucketRecord] = field(default_factory=list)
     begin: float = field(default_factory=perf_counter)

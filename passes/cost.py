@@ -17,6 +17,7 @@ costs memory traffic only where it leaves such a group (to a matrix product, a c
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import sympy
@@ -134,9 +135,14 @@ def _is_free(node: fx.Node) -> bool:
         return True
     if not isinstance(target, torch._ops.OpOverload):
         return False
+    return _is_view(target) or not _tensors(node)
+
+
+@cache
+def _is_view(target: torch._ops.OpOverload) -> bool:
     returns = target._schema.returns
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    return views or target._schema.name.split("::")[-1] in _FREE or not _tensors(node)
+    return views or target._schema.name.split("::")[-1] in _FREE
 
 
 def _ends_fusion(user: fx.Node) -> bool:

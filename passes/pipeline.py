@@ -76,10 +76,18 @@ def rewrite_backward(
         keep: keep the readable code after each pass.
     """
     history: list[PassRecord] = []
+    printed: list[fx.Node] = []
 
     def record(name: str, start: float) -> None:
+        nonlocal printed
         seconds = time.perf_counter() - start
-        history.append(PassRecord(name, seconds, gm.print_readable(print_output=False) if keep else None))
+        code = None
+        if keep:
+            nodes = list(gm.graph.nodes)
+            # every pass that changes a graph adds or moves nodes: otherwise the text of the last one stands
+            code = history[-1].code if nodes == printed else gm.print_readable(print_output=False)
+            printed = nodes
+        history.append(PassRecord(name, seconds, code))
         log.debug("%s: %.1f ms", name, seconds * 1e3)
 
     if inputs is not None:

@@ -164,6 +164,7 @@ def bind_symbols(gm: fx.GraphModule) -> fx.GraphModule:
     """
     graph = gm.graph
     known = set(_symbols(graph))
+    changed = False
     body = next((node for node in graph.nodes if node.op != "placeholder"), graph.output_node())
     for node in list(graph.nodes):
         value = node.meta.get("val")
@@ -174,7 +175,9 @@ def bind_symbols(gm: fx.GraphModule) -> fx.GraphModule:
             known.add(symbol)
             with graph.inserting_before(body if node.op == "placeholder" else node.next):
                 graph.call_function(SIZE, (node, dim)).meta["val"] = size
-            gm.recompile()
+            changed = True
+    if changed:
+        gm.recompile()
     return gm
 
 
@@ -235,4 +238,5 @@ def _build(gm: fx.GraphModule, body: list[fx.Node], inputs: list[fx.Node], outpu
         copy[node] = graph.node_copy(node, copy.__getitem__)
     graph.output(tuple(copy[node] for node in outputs))
     graph.lint()
-    return fx.GraphModule(gm, graph)
+    kind: Any = type(gm).__base__  # each has a class of its own; one whose code is made late has pieces of that kind
+    return kind(gm, graph)  # type: ignore[no-any-return]

@@ -250,6 +250,23 @@ def test_a_report_on_a_training_has_what_it_recorded(pool: Pool, tmp_path) -> No
         ]
 
 
+def recompiled(rank: int, world: int) -> None:
+    model, backend = compiled(seeded(0, Mlp))
+    for rows in (4, 5, 4):  # the second size is compiled again, for all sizes; the first keeps its graph
+        model(torch.ones(rows, 8)).sum().backward()
+        found, last = fxddp.explain(model), backend.stats().last
+        expect([b.nbytes for b in found.buckets] == [b.nbytes for b in last.buckets], f"{rows}: {found}")
+        expect(all(b.measured is not None for b in found.buckets), f"{rows} rows: nothing measured")
+        expect([site.number for site in backend.sites].count(last.graphs[0]) == 1, f"{last.graphs}")
+        left = len(backend.plans) - 1
+        expect(any("left out" in note for note in found.notes) is (left > 0), f"{left}: {found.notes}")
+    expect(len(backend.plans) == 2, f"{len(backend.plans)} graphs")
+
+
+def test_a_report_after_a_recompile_tells_of_the_graph_that_runs(pool: Pool) -> None:
+    pool.run(recompiled)
+
+
 # ---- plans in the log ------------------------------------------------------------------------------------------------
 
 

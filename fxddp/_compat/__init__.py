@@ -52,7 +52,7 @@ from .compiling import (
     output_code_class,
     output_descriptors,
     saved_context,
-    stand_in,
+    stand_ins,
 )
 from .dynamo import (
     compile_wrapper,
@@ -165,7 +165,7 @@ __all__ = [
     "sequence_number",
     "spare_no_more",
     "spare_undefined",
-    "stand_in",
+    "stand_ins",
     "store_host",
     "task_id",
     "trace_artifact",

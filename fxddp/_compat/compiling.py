@@ -1,6 +1,6 @@
 """AOTAutograd and inductor: compiling forward and backward, and what their caches hold."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -170,12 +170,15 @@ def mutated_inputs() -> tuple[int, ...]:
     return tuple(i for i, info in enumerate(metadata.input_info) if info.mutates_data)
 
 
-def stand_in(tensor: Tensor) -> Tensor:
-    """A tensor without data that has this one's shape, strides, dtype and device."""
+def stand_ins(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Tensors without data that have the shapes, strides, dtypes and devices of these."""
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
     with unset_fake_temporarily(), FakeTensorMode():
-        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return {
+            position: torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
+            for position, t in tensors.items()
+        }
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -202,10 +205,15 @@ def forbid_donation() -> None:
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """An independent copy of a graph that shares the module's attributes and keeps all node metadata."""
+    """An independent copy of a graph that shares the module's attributes and keeps all node metadata.
+
+    Its Python code is made when somebody runs or reads it, not after each pass: as inductor has it for its own graphs.
+    """
     import copy
 
-    return fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(gm, copy.deepcopy(gm.graph))
 
 
 def saved_context() -> Callable[[], AbstractContextManager[Any]]:

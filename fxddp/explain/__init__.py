@@ -22,7 +22,8 @@ from fxddp.passes.cost import Machine, Network
 
 from . import units
 from .dry import traced_on, try_forward
-from .gather import MACHINES, gather, name_of
+from .gather import gather, name_of
+from .graphs import MACHINES
 from .report import Break, Bucket, Explanation, Gradient, Graph, Parameter, Pass, Piece, Size
 from .timeline import Span
 

@@ -66,7 +66,7 @@ def compare(before: Explanation, after: Explanation) -> str:
     names = sorted({*before.settings, *after.settings})
     differing = [name for name in names if before.settings.get(name) != after.settings.get(name)]
     lines += [""] * bool(differing)
-    lines += [f"{name}: {before.settings.get(name)} → {after.settings.get(name)}" for name in differing]
+    lines += [f"{name}: {_plain(before.settings.get(name))} → {_plain(after.settings.get(name))}" for name in differing]
     lines += _moved(before, after)
     gain = before.seconds - after.seconds
     lines += ["", "the same predicted step" if not gain else f"the second is {_faster(gain, before.seconds)}"]
@@ -80,6 +80,10 @@ def _faster(gain: float, base: float) -> str:
 
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _title(found: Explanation) -> str:

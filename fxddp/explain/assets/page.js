@@ -391,7 +391,7 @@ function graphs() {
 
 function settings() {
   const assumed = (what) => (report.assumed.includes(what) ? " (assumed)" : "");
-  const list = Object.entries(report.settings).map(([name, value]) => [name, typeof value === "object" && value ? JSON.stringify(value) : String(value)]);
+  const list = Object.entries(report.settings).map(([name, value]) => [name, typeof value === "number" ? digits(value, 4) : value === null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value)]);
   if (network) list.push(["network", `${digits((network.bandwidth * 8) / 1e9, 4)} Gbit/s, ${duration(network.latency)} a message${assumed("network")}: ring all-reduce`]);
   list.push(["machine", `${digits(report.machine.flops / 1e12, 3)} TFLOP/s, ${digits(report.machine.memory / 1e9, 4)} GB/s of memory${assumed("machine")}`]);
   $("settings").append(make("dl", {}, list.flatMap(([name, value]) => [make("dt", {}, name), make("dd", { class: "mono" }, value)])));

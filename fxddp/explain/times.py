@@ -1,0 +1,143 @@
+"""When buckets travel: in the predicted step, with buckets of other sizes, and in the last backward that ran."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from fxddp.backend import Backend
+from fxddp.config import MIB
+from fxddp.passes.cost import Machine, Network
+from fxddp.site import Site
+from fxddp.stats import BackwardRecord
+
+from . import timeline
+from .graphs import shares
+from .report import Graph, Size
+from .sending import Sending
+from .timeline import Gradients, Span, Steps
+
+TRIED_SIZES = (0.1, 0.25, 0.5, 1, 2, 5, 10, 25, 50, 100)
+"""Bucket sizes in MiB that are compared with the one in use."""
+
+
+def steps(graph: Graph) -> Steps:
+    """What `simulate` needs of a graph."""
+    nbytes = {bucket.index: bucket.wire_bytes for bucket in graph.buckets}
+    pieces = tuple(
+        (piece.seconds, piece.bucket, 0 if piece.bucket is None else nbytes[piece.bucket]) for piece in graph.pieces
+    )
+    return Steps(graph.forward_seconds, pieces)
+
+
+def timed(graph: Graph, spans: Sequence[Span], recorded: Sequence[Span]) -> Graph:
+    """Adds to the buckets when they travel."""
+    computed = timeline.computed(spans)
+    sent = {span.index: span for span in spans if span.kind == "bucket" and span.graph == graph.index}
+    ran = {span.index: span for span in recorded if span.kind == "bucket" and span.graph == graph.index}
+    buckets = []
+    for bucket in graph.buckets:
+        span = sent.get(bucket.index)
+        measured = ran[bucket.index].seconds if bucket.index in ran else None
+        if span is None:
+            buckets.append(replace(bucket, measured=measured))
+            continue
+        hidden = timeline.exposed(span, computed)
+        buckets.append(
+            replace(
+                bucket,
+                predicted=span.seconds,
+                start=span.start,
+                end=span.end,
+                exposed=hidden,
+                measured=measured,
+            )
+        )
+    return replace(graph, buckets=tuple(buckets))
+
+
+def gradients(site: Site, machine: Machine, graph: Graph) -> Gradients:
+    """What other plans need of a graph."""
+    backward = site.compilation.backward
+    assert backward is not None and backward.outline is not None
+    share = shares(backward.outline, machine)
+    grads = backward.program.plan.grads
+    return Gradients(grads, tuple(share(grad) * graph.seconds for grad in grads), graph.seconds)
+
+
+def other_sizes(
+    graphs: Sequence[Gradients], network: Network | None, sending: Sending, late: Sequence[Tensor]
+) -> tuple[Size, ...]:
+    """What buckets of other sizes would give; nothing where their sizes are given one by one."""
+    settings = sending.settings
+    if network is None or settings.caps or not any(graph.grads for graph in graphs):
+        return ()
+    found = []
+    for mib in sorted({*TRIED_SIZES, settings.cap / MIB}):
+        cap = int(mib * MIB)
+        rest = sum(map(network.all_reduce, sending.late(late, cap)))
+        count = timeline.count_with(graphs, cap, settings.first_cap)
+        hidden = timeline.exposed_with(graphs, network, cap, settings.first_cap, sending.wire_bytes, rest=rest)
+        found.append(Size(mib, count, hidden))
+    return tuple(found)
+
+
+def superseded(backend: Backend, sites: Sequence[Site]) -> list[Site]:
+    """The graphs that did not run in the last synchronised backward, while another graph of the same code did.
+
+    Dynamo compiles code again for other inputs; a step runs one of those graphs.
+    """
+    ran = _last_graphs(backend)
+    frames = {site.frame for site in sites if site.number in ran} - {None}
+    return [site for site in sites if site.number not in ran and site.frame in frames]
+
+
+def unlike_the_last(backend: Backend, sites: Sequence[Site], replaced: int) -> Iterator[str]:
+    """Where the last synchronised backward ran other graphs, or some more than once."""
+    if replaced:
+        what = f"{replaced} graph{'s' * (replaced != 1)} left out"
+        yield f"{what}: Dynamo compiled the same code again, and the last backward ran another graph of it"
+    often = Counter(_last_graphs(backend))
+    for index, site in enumerate(sites):
+        if often[site.number] > 1:
+            yield f"graph {index} ran {often[site.number]} times in the last backward, and is counted once"
+
+
+def _last_graphs(backend: Backend) -> Sequence[int]:
+    return next(
+        (record.graphs for record in reversed(backend.stats().backwards) if record.sync and record.launches), ()
+    )
+
+
+def recorded_spans(backend: Backend, sites: Sequence[Site], graphs: Sequence[Graph]) -> tuple[Span, ...]:
+    """The last synchronised backward of these graphs, each once, as spans."""
+    at = {site.number: graph for site, graph in zip(sites, graphs, strict=True)}
+    for record in reversed(backend.stats().backwards):
+        if not (record.sync and record.launches and sorted(record.graphs) == sorted(at)):
+            continue
+        ran = [at[number] for number in record.graphs]
+        buckets = [(graph.index, bucket.index) for graph in ran for bucket in graph.buckets]
+        pieces = [(graph.index, piece.index) for graph in ran for piece in graph.pieces]
+        if (record.launches, record.pieces) == (len(buckets), len(pieces)):
+            return _spans(record, pieces, buckets)
+    return ()
+
+
+def _spans(
+    record: BackwardRecord, pieces: Sequence[tuple[int, int]], buckets: Sequence[tuple[int, int]]
+) -> tuple[Span, ...]:
+    spans = []
+    events = [(kind, index, when - record.begin) for kind, index, when in record.events]
+    ends = [when for _, _, when in events[1:]] + [record.end - record.begin]
+    for (kind, index, when), end in zip(events, ends, strict=True):
+        if kind == "piece":
+            spans.append(Span("compute", "piece", *pieces[index], when, end))
+    for where, bucket in zip(buckets, record.buckets, strict=True):
+        waits, launched = bucket.waits - record.begin, bucket.launched - record.begin
+        over = waits + bucket.waited if bucket.waits else record.end - record.begin
+        if bucket.waits:
+            spans.append(Span("compute", "wait", *where, waits, over))
+        arrived = over if bucket.arrived is None else bucket.arrived - record.begin
+        spans.append(Span("network", "bucket", *where, launched, arrived))
+    return tuple(spans)
