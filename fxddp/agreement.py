@@ -98,8 +98,9 @@ class Agreement:
             return Proposal(self, event, group, None, event.alone)
         backend = self._backend()
         assert backend is not None
-        if event.kind in (GRAPH, HOOK, END):
-            backend.confirm_hooks(group)
+        if event.kind in (GRAPH, HOOK, END) and not backend.registered.were_confirmed(group):
+            # else ranks would start other collectives, or train otherwise
+            backend.replica.agree_on_hooks(backend.registered.names, group)
         if self._closed and not backend.joining and event.kind in (GRAPH, END):
             event = event.bare
             known = self._static.get(event.record)

@@ -52,9 +52,7 @@ class Ending:
         for launched, bucket, flat in backward.lazy:
             launched.views = bucket_views(bucket, flat)
         backward.lazy.clear()
-        self._write_all(backend.optimizer if synchronises else None)
-        if backward.session is not None:
-            backward.session.commit()
+        self._write_all(backend.registered.optimizer if synchronises else None)
         for parameter in backward.stood_in.values():  # autograd has accumulated nothing here, and called nobody
             _compat.run_other_accumulation_hooks(parameter)
         backend.watch.keep_pending(self.holdings.lay_back())
@@ -71,7 +69,7 @@ class Ending:
                 END, (tuple(sorted(rest)),) if rest else (), details=details, owner=backend.replica.owner(group)
             )
             proposal = backend.agreement.announce(event, group, carried=bool(backward.carried))
-            for launched in backward.launched if backend.optimizer is None else ():
+            for launched in backward.launched if backend.registered.optimizer is None else ():
                 backward.wait(launched)
             decision = proposal.decision()
             backward.follow_decision(decision)

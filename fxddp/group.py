@@ -43,7 +43,7 @@ class Group:
         joint: what was decided where ranks were at different steps, by the records of all; the same on all ranks.
         notices: the backend of `Join`'s first model, and how many of its next forwards' notices were answered.
         lines: where buckets go through stages; see Note [stages] in `transport.py`.
-        unsettled: a bucket under way with collectives left to start; see Note [rounds] in `compression.py`.
+        unsettled: a bucket under way with collectives left to start; see Note [rounds] in `rounds.py`.
         taken_together: steps that all ranks took together, so that it is safe to expect the same of them again.
         unconfirmed: what was announced and acted upon, before the other ranks' records were there.
         shadowed: (backend, kind, details) of what a rank without inputs has answered for models whose turn is to come.

@@ -18,7 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .compression import Codec, Parcel, Round, Rounds, flag, numel_of, plain, whole, wide
+from .arguments import flag, whole
+from .compression import Codec
+from .parcel import Parcel, numel_of, plain, wide
+from .rounds import Round, Rounds
 
 LEVELS = 127
 

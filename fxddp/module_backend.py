@@ -81,7 +81,7 @@ class ModuleBackend(Backend):
 
     def expects_sparse(self, parameter: Tensor, group: Group) -> bool:
         """As `Backend.expects_sparse`: those of embeddings that say so, on gloo, which alone sums them over ranks."""
-        return id(parameter) in self._sparse and self.hook_name is None and group.backend_name == "gloo"
+        return id(parameter) in self._sparse and self.registered.carrier.name is None and group.backend_name == "gloo"
 
     @property
     def is_local(self) -> bool:

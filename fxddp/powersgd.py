@@ -15,7 +15,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .compression import Codec, Parcel, Round, Rounds, flag, numel_of, plain, positive, whole, wide
+from .arguments import flag, positive, whole
+from .compression import Codec
+from .parcel import Parcel, numel_of, plain, wide
+from .rounds import Round, Rounds
 
 
 class PowerSGD(Codec):

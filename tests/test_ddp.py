@@ -1013,9 +1013,9 @@ def reduced_on_the_way(rank: int, world: int, options: dict[str, Any]) -> None:
     refused = str(error_of(lambda: model.register_comm_hook(None, lambda state, bucket: None)))
     expect("has the average in torch.float64 already" in refused, refused)
     by_default = wrapped(seeded(0, Mlp), mixed_precision=_MixedPrecision(param_dtype=low), **options)
-    expect(by_default.backend.comm_hook is not None, "gradients travel in param_dtype by default")
+    expect(by_default.backend.registered.carrier.divides, "gradients travel in param_dtype by default")
     same = wrapped(seeded(0, Mlp), mixed_precision=_MixedPrecision(low, torch.float32), **options)
-    expect(same.backend.comm_hook is None, "the parameters' own dtype needs nothing")
+    expect(not same.backend.registered.carrier.divides, "the parameters' own dtype needs nothing")
     refused = str(error_of(lambda: wrapped(seeded(0, Mlp), mixed_precision=_MixedPrecision(reduce_dtype=torch.int32))))
     expect("cannot be averaged in torch.int32" in refused, refused)
 
