@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _compat
-from .decision import END, Decision, Event
+from .decision import END, INNER, Decision, Event
 from .executor import bucket_views
 from .packing import packs
 
@@ -62,12 +62,12 @@ class Ending:
     def _reduce_rest(self, group: "Group") -> None:
         """Averages what no graph has reduced, and stands in with zeros for what only other ranks have."""
         backward, backend = self.backward, self.backward.backend
+        kind = END if backend.around(backward) is None else INNER
         while True:
             rest = self._rest(group)
+            buckets = (tuple(sorted(rest)),) if rest else ()
             details = "unmet" if backend.replica.has_unmet else None
-            event = Event(
-                END, (tuple(sorted(rest)),) if rest else (), details=details, owner=backend.replica.owner(group)
-            )
+            event = Event(kind, buckets, details=details, owner=backend.replica.owner(group))
             proposal = backend.agreement.announce(event, group, carried=bool(backward.carried))
             for launched in backward.launched if backend.registered.optimizer is None else ():
                 backward.wait(launched)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
 from .channel import RanksDisagree
-from .decision import BUFFERS, END, FORWARD, HOOKS, JOINED, Decision, Event, hooks_differ
+from .decision import BUFFERS, END, ENDS, FORWARD, HOOKS, JOINED, Decision, Event, hooks_differ
 from .packing import empty_bucket, packs, sparse_gradient
 from .values import send
 
@@ -129,7 +129,7 @@ def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> No
             send(members, group, backend.root(decision, group))
         return
     idle = {id(backend.replica.tensor(number)) for number in {*decision.unused, *step.hooked}}
-    _reduce_zeros(backend, group, tensors, idle, at_end=step.kind == END)
+    _reduce_zeros(backend, group, tensors, idle, at_end=step.kind in ENDS)
     if step.kind == END:
         backend.outbox.commit()
 

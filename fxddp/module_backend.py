@@ -114,6 +114,8 @@ class ModuleBackend(Backend):
 
     def note(self, *, sync: bool) -> None:
         """Notes that the running backward belongs to a forward that does or does not synchronise."""
+        if self.joining and _compat.restricted_to() is None:
+            self.backward()  # around those inside it, which are not the end of the iteration
         task = _compat.task_id()
         self._marks[task] = self._marks.pop(task, False) or sync
         while len(self._marks) > KEPT_MARKS:  # those of an `autograd.grad`, which has no end that anybody tells us of
