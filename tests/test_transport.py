@@ -185,7 +185,7 @@ def test_a_rank_that_waits_between_graphs(pool: Pool):
 
 
 def in_time(rank: int, world: int, seconds: float) -> None:
-    """Records that are there already: nobody waits for stages of the first graph's bucket when the second one begins."""
+    """Where the records are there already, nobody waits for stages of the first graph's bucket."""
     module = seeded(0, Two)
     model, _ = compiled(module, algorithm="ring")
     loss_of(model, 0).backward()
