@@ -61,7 +61,7 @@ def main() -> None:
         wrapped = fxddp.DistributedDataParallel(module, bucket_cap_mb=MIB, inner=args.inner)
         wrapped._register_fused_optim(torch.optim.AdamW, 0.01)  # noqa: SLF001 (DDP's own name for it)
         train(wrapped, lambda: None, args.steps)
-        backend = wrapped.backend
+        backend: fxddp.Backend = wrapped.backend
     else:
         optimizer = torch.optim.AdamW(module.parameters(), 0.01)
         backend = fxddp.backend(MIB, first_bucket_mb=MIB, inner=args.inner, optimizer=optimizer)

@@ -44,6 +44,10 @@ class Adaptive(Codec):
         use_error_feedback: add what rounding took on the ranks to the next gradient; sums of 16-bit values are rounded
             once more, and that is not given back. Takes memory of the size of the gradients.
 
+    In a training that goes on from a checkpoint (examples/compression.py):
+
+        model = torch.compile(module, backend=fxddp.backend(comm_hook=fxddp.Adaptive(0.01)))
+
     Raises:
         ValueError: an argument is not allowed.
     """

@@ -220,11 +220,16 @@ class Backend:
         Args:
             state: passed to every call.
             hook: `(state, bucket) -> Future[Tensor]`; the bucket has the methods of `torch.distributed.GradBucket`, its
-                buffer the local gradients, not divided. What the future holds becomes the gradients.
+                buffer the local gradients: flat, of one dtype and at most `bucket_mb` MiB, not divided. What the future
+                holds, as many elements, becomes the gradients.
 
         Raises:
-            RuntimeError: there is one already.
+            RuntimeError: there is one already, or a codec, or several groups or steps.
             TypeError, ValueError: it is no such function.
+
+        An error in the hook ends the backward, with its name, the bucket's number and its parameters:
+
+            backend.register_comm_hook(None, default_hooks.fp16_compress_hook)
         """
         self.registered.carry_by(CommHook(state, hook))
 
@@ -240,6 +245,8 @@ class Backend:
         Every synchronised backward is a step, and what it gives no gradient is not updated, whatever `zero_grad` left
         there. A `GradScaler` is refused; whatever else looks at gradients before the step, or an optimizer of your own
         whose update of a parameter depends on other parameters, cannot be combined with it.
+
+        The idea is that of Jiang et al., "Optimizer Fusion", arXiv:2104.00237. See examples/optimizer_in_backward.py.
 
         Args:
             optimizer: over any of the parameters; others keep their gradients.
@@ -289,11 +296,13 @@ def backend(
         bucket_mb: size of a bucket in MiB; gradients are all-reduced bucket by bucket, in the order they become ready.
         first_bucket_mb: size of the first bucket in MiB; a small one starts the communication early.
         process_group: the group to average over; None for the default group. Without `torch.distributed` the model
-            trains alone. Of several groups of the same ranks, buckets take the next one in turns.
+            trains alone. Of several groups of the same ranks, buckets take the next one in turns (Li et al., "PyTorch
+            Distributed", VLDB 2020, arXiv:2006.15704); see examples/groups.py.
         device_mesh: in place of `process_group`: the ranks of a mesh of one dimension, or of two, (nodes, ranks inside
             a node), for a hierarchical reduction.
         algorithm: "all_reduce"; "ring", a reduce-scatter and an all-gather; "hierarchical", a reduce-scatter inside a
-            node, an all-reduce across nodes of each rank's part, and an all-gather inside. None for what fits the mesh.
+            node, an all-reduce across nodes of each rank's part, and an all-gather inside; `transport.py` has the
+            papers. Sums are those of an all-reduce up to rounding. None for what fits the mesh.
         inner: what compiles forward and the pieces of the backward: "inductor", "aot_eager" (runs the operators one by
             one; for debugging), or a callable `(graph, example_inputs) -> callable`.
         options: inductor's settings, as in `torch.compile`.

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from . import _compat
+from .connecting import own_address
 from .whereabouts import Place, Whereabouts
-from .wire import PeerGone, Wire, own_address
+from .wire import PeerGone, Wire
 
 if TYPE_CHECKING:
     from .group import Group

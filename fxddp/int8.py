@@ -39,6 +39,10 @@ class Int8(Codec):
         block: elements that share a scale, a multiple of 8.
         use_error_feedback: add what rounding took to the next gradient. Takes memory of the size of the gradients.
 
+    In a training that goes on from a checkpoint (examples/compression.py):
+
+        model = torch.compile(module, backend=fxddp.backend(comm_hook=fxddp.Int8()))
+
     Raises:
         ValueError: an argument is not allowed.
     """

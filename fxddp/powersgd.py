@@ -43,6 +43,10 @@ class PowerSGD(Codec):
         warm_start: start from the last step's Q in place of a random one.
         random_seed: for random Q, with the parameter's name; the same on all ranks.
 
+    In a training that goes on from a checkpoint (examples/compression.py):
+
+        model = torch.compile(module, backend=fxddp.backend(comm_hook=fxddp.PowerSGD(4)))
+
     Raises:
         ValueError: an argument is not allowed; names argument, value and what is allowed.
     """

@@ -2,10 +2,12 @@
 
 one group         all-reduce
 several groups    bucket i over group i modulo their number: the remedy of "PyTorch Distributed: Experiences on
-                  Accelerating Data Parallel Training" (Li et al., VLDB 2020) where one group cannot fill the link
-ring              reduce-scatter, then all-gather: 2(N-1)/N of a bucket's bytes each way per rank
-two-dimensional   reduce-scatter inside a node, all-reduce across nodes of what a rank got, all-gather inside
-mesh
+                  Accelerating Data Parallel Training" (Li et al., VLDB 2020, arXiv:2006.15704) where one group cannot
+                  fill the link
+ring              reduce-scatter, then all-gather: 2(N-1)/N of a bucket's bytes each way per rank (Patarasuk and Yuan,
+                  "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009)
+two-dimensional   reduce-scatter inside a node, all-reduce across nodes of what a rank got, all-gather inside (as Jia
+mesh              et al., "Highly Scalable Deep Learning Training System with Mixed-Precision", arXiv:1807.11205)
 
 Note [stages]: what has several steps is a line of stages, each on a process group of its own. A bucket enters a stage
 when it has left the one before and the bucket ahead of it has entered: so every process group sees the buckets in the
