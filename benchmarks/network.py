@@ -1,4 +1,4 @@
-"""The network between two ranks: two network namespaces whose rate can change under running processes, or loopback.
+"""The network between two nodes: two network namespaces whose rate can change under running processes, or loopback.
 
     rank 0 in namespace fxb0 ── fxbv0 ═══ veth pair ═══ fxbv1 ── namespace fxb1 with rank 1
                                  └─ tc tbf on each end (token bucket: RATE, both directions) ─┘
@@ -37,13 +37,13 @@ def bits_per_second(rate: str) -> float | None:
 
 
 class Network(Protocol):
-    """What the driver needs of a network: where each rank runs, and the rate between them."""
+    """What the driver needs of a network: where the ranks of each of two nodes run, and the rate between these."""
 
     kind: str
 
-    def command_prefix(self, rank: int) -> list[str]: ...
+    def command_prefix(self, node: int) -> list[str]: ...
 
-    def interface(self, rank: int) -> str: ...
+    def interface(self, node: int) -> str: ...
 
     def set_rate(self, rate: str) -> None: ...
 
@@ -51,14 +51,14 @@ class Network(Protocol):
 
 
 class Loopback:
-    """Both ranks on this host's loopback interface; it has no rate to set."""
+    """All ranks on this host's loopback interface; it has no rate to set."""
 
     kind = "loopback"
 
-    def command_prefix(self, rank: int) -> list[str]:
+    def command_prefix(self, node: int) -> list[str]:
         return []
 
-    def interface(self, rank: int) -> str:
+    def interface(self, node: int) -> str:
         return "lo"
 
     def set_rate(self, rate: str) -> None:
@@ -91,11 +91,11 @@ class NamespacePair:
             self.close()
             raise
 
-    def command_prefix(self, rank: int) -> list[str]:
-        return ["ip", "netns", "exec", self._namespaces[rank]]
+    def command_prefix(self, node: int) -> list[str]:
+        return ["ip", "netns", "exec", self._namespaces[node]]
 
-    def interface(self, rank: int) -> str:
-        return self._interfaces[rank]
+    def interface(self, node: int) -> str:
+        return self._interfaces[node]
 
     def set_rate(self, rate: str) -> None:
         """Changes the rate in both directions at once; connections stay up."""

@@ -50,6 +50,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import MODELS
@@ -63,12 +64,20 @@ MODES = {
     "fxddp_unsplit": "fxddp, backward not split",
 }
 USUAL_MODES = tuple(MODES)
+TORCH_HOOKS = ("fp16", "powersgd")  # what torch has a hook for that runs on a CPU
 HOOKED = {f"fxddp_{name}": name for name in ("fp16", "bf16", "int8", "powersgd")}
 MODES |= {mode: f"fxddp, {name}" for mode, name in HOOKED.items()}
+for _hook in TORCH_HOOKS:
+    MODES |= {f"ddp_{_hook}": f"DDP, torch's {_hook} hook", f"fxddp_hook_{_hook}": f"fxddp, torch's {_hook} hook"}
+    HOOKED |= {f"ddp_{_hook}": _hook, f"fxddp_hook_{_hook}": _hook}
 MODES |= {"fxddp_ring": "fxddp, reduce-scatter and all-gather", "fxddp_lanes": "fxddp, two groups in turns"}
-COMPILED = frozenset(MODES) - {"ddp"}
+MODES |= {"fxddp_hierarchical": "fxddp, inside and across nodes", "fxddp_optimizer": "fxddp, optimizer in backward"}
+EAGER = frozenset(mode for mode in MODES if mode == "ddp" or (mode.startswith("ddp_") and mode in HOOKED))
+COMPILED = frozenset(MODES) - EAGER
 BASELINE, RIVAL = "local", "ddp_compile"
-RANKS = 2
+NODES = 2
+LEARNING_RATE = 1e-4
+CHECKED_RATE = 1024.0  # of the warm-up of `fxddp_optimizer`: so large that the weights show the gradients
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MIB = 2**20
 WARM_UP_STEPS = 3
@@ -129,23 +138,24 @@ def codec(name: str | None) -> Any:
     return objects[name]() if name in objects else name
 
 
-def register_hook(ddp: DistributedDataParallel, name: str | None) -> None:
+def register_hook(on: Any, name: str | None) -> None:
     """torch's own hook of that name, if there is one."""
     if name == "fp16":
-        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        on.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=WARM_UP_STEPS - 1)
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        on.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 def build(mode: str, model: str, *, rank: int, bucket_mb: float, comm_hook: str | None = None) -> Run:
     """The model in one mode; weights are the same for all modes and ranks, inputs differ between ranks."""
     module, inputs = fresh_models(mode).make(model, rank)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     backend = None
     call: Any
     if mode == "local":
         call = torch.compile(module)
-    elif mode in ("ddp", "ddp_compile", "reference"):
+    elif mode in EAGER or mode in ("ddp_compile", "reference"):
         call = DistributedDataParallel(module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
         register_hook(call, comm_hook)
         if mode == "ddp_compile":
@@ -153,14 +163,21 @@ def build(mode: str, model: str, *, rank: int, bucket_mb: float, comm_hook: str 
     else:
         import fxddp  # here, so that the other modes can be measured without it
 
-        options: dict[str, Any] = {"split": mode != "fxddp_unsplit", "comm_hook": codec(comm_hook)}
+        hooks = mode.startswith("fxddp_hook_")
+        options: dict[str, Any] = {"split": mode != "fxddp_unsplit", "comm_hook": None if hooks else codec(comm_hook)}
         if mode == "fxddp_ring":
             options["algorithm"] = "ring"
         if mode == "fxddp_lanes":
             options["process_group"] = [dist.new_group() for _ in range(2)]
+        if mode == "fxddp_hierarchical":
+            options["device_mesh"] = init_device_mesh("cpu", (NODES, dist.get_world_size() // NODES))
+        if mode == "fxddp_optimizer":
+            options["optimizer"] = optimizer
         backend = fxddp.backend(bucket_mb=bucket_mb, **options)
+        if hooks:
+            register_hook(backend, comm_hook)
         call = torch.compile(module, backend=backend)
-    return Run(module, call, inputs, torch.optim.SGD(module.parameters(), lr=1e-4), backend)
+    return Run(module, call, inputs, optimizer, backend)
 
 
 def averaged_gradients(run: Run, *, by_hand: bool) -> dict[str, Tensor]:
@@ -207,6 +224,7 @@ class Rank:
         self,
         *,
         rank: int,
+        ranks: int,
         model: str,
         bucket_mb: float,
         optimizer: bool,
@@ -219,7 +237,7 @@ class Rank:
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=timeout)
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
         )
         self.rank, self.model, self.bucket_mb, self.with_optimizer = rank, model, bucket_mb, optimizer
         self.comm_hook = comm_hook
@@ -238,9 +256,12 @@ class Rank:
         run = build(mode, self.model, rank=self.rank, bucket_mb=self.bucket_mb, comm_hook=hook)
         differences = []
         for step in range(WARM_UP_STEPS):
-            self._warm_up_step(run)
-            if step in (0, WARM_UP_STEPS - 1):
+            if mode == "fxddp_optimizer":
+                found = self._updated_gradients(run)
+            else:
+                self._warm_up_step(run)
                 found = averaged_gradients(run, by_hand=mode == "local")
+            if step in (0, WARM_UP_STEPS - 1):
                 compressed = None if mode == "local" or (hook == "powersgd" and step == 0) else hook
                 differences.append(check_gradients(mode, found, self.reference, compressed))
         seconds = time.perf_counter() - begin
@@ -283,6 +304,21 @@ class Rank:
         """A step that leaves the weights alone, so that its gradients can be compared."""
         run.optimizer.zero_grad(set_to_none=True)
         run.call(*run.inputs).backward()
+
+    def _updated_gradients(self, run: Run) -> dict[str, Tensor]:
+        """The gradients with which a step in backward has changed the weights, which are put back."""
+        (group,) = run.optimizer.param_groups
+        before = {name: p.detach().clone() for name, p in run.module.named_parameters()}
+        group["lr"] = CHECKED_RATE
+        self._warm_up_step(run)
+        group["lr"] = LEARNING_RATE
+        found = {}
+        with torch.no_grad():
+            for name, parameter in run.module.named_parameters():
+                assert parameter.grad is None, f"{name} was not updated in the backward"
+                found[name] = (before[name] - parameter) / CHECKED_RATE
+                parameter.copy_(before[name])
+        return found
 
     def _step(self, run: Run, settle_s: float) -> Sample:
         time.sleep(settle_s)
@@ -328,19 +364,20 @@ def rank_main(read_fd: int, write_fd: int) -> None:
 
 
 class Ranks:
-    """The two rank processes of one model; leaving the `with` block ends them."""
+    """The rank processes of one model; leaving the `with` block ends them."""
 
-    def __init__(self, network: Network, scratch: Path, timeout: float) -> None:
+    def __init__(self, network: Network, scratch: Path, timeout: float, ranks: int) -> None:
+        self._ranks = ranks
         self._timeout = timeout
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[tuple[int, int]] = []
-        self._logs = [scratch / f"rank{rank}.log" for rank in range(RANKS)]
+        self._logs = [scratch / f"rank{rank}.log" for rank in range(ranks)]
         self._network = network
         self._scratch = scratch
 
     def __enter__(self) -> Self:
         try:
-            for rank in range(RANKS):
+            for rank in range(self._ranks):
                 self._launch(rank)
         except BaseException:
             self.__exit__()
@@ -351,7 +388,8 @@ class Ranks:
         command_read, command_write = os.pipe()
         answer_read, answer_write = os.pipe()
         self._pipes.append((answer_read, command_write))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self._network.interface(rank)}
+        node = rank * NODES // self._ranks
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self._network.interface(node)}
         # A cache of this run alone, so that nothing compiled elsewhere is served; no pool of idle compile processes.
         # Set, not defaulted: importing torch has already written the user-wide folder into this process's environment.
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(self._scratch.parent / "cache")
@@ -360,7 +398,7 @@ class Ranks:
         try:
             with self._logs[rank].open("wb") as log:
                 process = subprocess.Popen(
-                    [*self._network.command_prefix(rank), *rank_command],
+                    [*self._network.command_prefix(node), *rank_command],
                     pass_fds=(command_read, answer_write),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -384,14 +422,14 @@ class Ranks:
                 os.close(descriptor)
 
     def ask(self, command: str, *own: dict[str, Any], **arguments: Any) -> list[Any]:
-        """Sends the command to both ranks (`own[rank]` to that rank alone); returns their answers in order of rank."""
+        """Sends the command to all ranks (`own[rank]` to that rank alone); returns their answers in order of rank."""
         for rank, (_, write) in enumerate(self._pipes):
             message = json.dumps([command, arguments | (own[rank] if own else {})])
             with contextlib.suppress(BrokenPipeError):  # a dead rank is reported below, with its log
                 os.write(write, message.encode() + b"\n")
         deadline = time.monotonic() + self._timeout
-        received = [b""] * RANKS
-        waiting = set(range(RANKS))
+        received = [b""] * self._ranks
+        waiting = set(range(self._ranks))
         while waiting:
             readable, _, _ = select.select([self._pipes[r][0] for r in waiting], [], [], deadline - time.monotonic())
             if not readable:
@@ -526,9 +564,9 @@ def settle_seconds(rate: str) -> float:
 def measure_model(model: str, network: Network, scratch: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Builds and checks the modes once, then yields a result per rate."""
     scratch.mkdir()
-    with Ranks(network, scratch, options.timeout) as ranks:
+    with Ranks(network, scratch, options.timeout, options.ranks) as ranks:
         network.set_rate(UNSHAPED)
-        each = [{"rank": rank} for rank in range(RANKS)]
+        each = [{"rank": rank, "ranks": options.ranks} for rank in range(options.ranks)]
         common = {"model": model, "bucket_mb": options.bucket_mb, "optimizer": options.optimizer}
         common["comm_hook"] = options.comm_hook
         start = {"rendezvous": str(scratch / "rendezvous"), "timeout": options.timeout}
@@ -566,6 +604,7 @@ def run(options: argparse.Namespace) -> int:
             "python": sys.version.split()[0],
             "cores": os.cpu_count(),
             "network": network.kind,
+            "ranks": options.ranks,
             "bucket_mb": options.bucket_mb,
             "rounds": options.rounds,
             "optimizer": options.optimizer,
@@ -574,7 +613,8 @@ def run(options: argparse.Namespace) -> int:
             "results": [],
         }
         head = (
-            f"torch {report['torch']}, Python {report['python']}, {report['cores']} cores, {RANKS} ranks on a core each"
+            f"torch {report['torch']}, Python {report['python']}, {report['cores']} cores, {options.ranks} ranks"
+            f"{' on a core each' if options.ranks <= (report['cores'] or 1) else ''}"
         )
         head += f", gloo over {network.kind}, buckets of {options.bucket_mb:g} MiB, {options.rounds} rounds"
         head += (
@@ -644,6 +684,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--rates", type=_rates, default=[UNSHAPED, "2gbit", "1gbit"], help="none, 2gbit, 500mbit, …")
     parser.add_argument("--bucket-mb", type=float, default=5.0, help="bucket size of every mode, in MiB (default 5)")
     parser.add_argument("--rounds", type=int, default=15, help="steps of every mode per rate (default 15)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes, half of them on each of two nodes (default 2)")
     parser.add_argument("--comm-hook", choices=list(COMM_HOOKS), help="compress; DDP does with fp16 and powersgd")
     parser.add_argument("--optimizer", action="store_true", help="include an SGD step in the timed step")
     parser.add_argument("--no-namespaces", dest="namespaces", action="store_false", help="plain loopback, unshaped")
@@ -655,6 +696,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     for name in ("rounds", "bucket_mb", "timeout"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be > 0, got {getattr(options, name)}")
+    if options.ranks < NODES or options.ranks % NODES:
+        parser.error(f"--ranks must be a multiple of {NODES}, the number of nodes, got {options.ranks}")
+    if "fxddp_optimizer" in options.modes and not options.optimizer:
+        parser.error("fxddp_optimizer makes a step in its backward: give --optimizer, so that the others make one too")
     return options
 
 

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .compression import Codec, Parcel, Round, Rounds, cast, flag, numel_of, plain, positive, whole
+from .arguments import flag, positive, whole
+from .cast import cast
+from .compression import Codec
 from .int8 import int8, quantised, shrinks
+from .parcel import Parcel, numel_of, plain
 from .passes.compress import narrows
+from .rounds import Round, Rounds
 
 FULL, BF16, FP16, INT8 = "full", "bf16", "fp16", "int8"
 LEVELS = (FULL, BF16, FP16, INT8)
@@ -39,6 +43,10 @@ class Adaptive(Codec):
         block: of `Int8`.
         use_error_feedback: add what rounding took on the ranks to the next gradient; sums of 16-bit values are rounded
             once more, and that is not given back. Takes memory of the size of the gradients.
+
+    In a training that goes on from a checkpoint (examples/compression.py):
+
+        model = torch.compile(module, backend=fxddp.backend(comm_hook=fxddp.Adaptive(0.01)))
 
     Raises:
         ValueError: an argument is not allowed.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .channel import Announced, RanksDisagree, Record
-from .decision import CONTACT, END, GRAPH, HOOK, JOINED, Decision, Different, Event, decide, some
+from .decision import CONTACT, ENDS, GRAPH, HOOK, JOINED, Decision, Different, Event, decide, some
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -58,7 +58,8 @@ class Proposal:
         """
         if self._decision is None:
             assert self._announced is not None
-            self._group.settle_all()
+            if self._group.has_unsettled and not self._group.channel.has_come(self._announced):
+                self._group.settle_all()  # another rank may wait for that before it comes to where this one waits
             self._decision = self._agreement.conclude(self, self._announced.records(), self._group)
             self._announced = None
         return self._decision
@@ -98,9 +99,10 @@ class Agreement:
             return Proposal(self, event, group, None, event.alone)
         backend = self._backend()
         assert backend is not None
-        if event.kind in (GRAPH, HOOK, END):
-            backend.confirm_hooks(group)
-        if self._closed and not backend.joining and event.kind in (GRAPH, END):
+        if event.kind in (GRAPH, HOOK, *ENDS) and not backend.registered.were_confirmed(group):
+            # else ranks would start other collectives, or train otherwise
+            backend.replica.agree_on_hooks(backend.registered.names, group)
+        if self._closed and not backend.joining and event.kind in (GRAPH, *ENDS):
             event = event.bare
             known = self._static.get(event.record)
             if known is None and carried:
@@ -129,6 +131,7 @@ class Agreement:
             key = tuple(records)
             known = group.joint.get(key)
             if known is None:
+                group.settle_all()
                 texts = group.channel.gather(event.to_json(), self._describe(event))
                 proposal.events = list(map(Event.from_json, texts))
                 if event.kind == CONTACT and all(theirs.kind == CONTACT for theirs in proposal.events):
@@ -136,7 +139,7 @@ class Agreement:
                 known = self._decide(proposal.events, group)
                 group.remember(key, known)
             decision = known
-        if backend.settings.static_graph and event.kind in (GRAPH, END):
+        if backend.settings.static_graph and event.kind in (GRAPH, *ENDS):
             self._static.setdefault(event.bare.record, (event.bare, []))[1].append(decision)
         return decision
 
@@ -170,7 +173,7 @@ class Agreement:
         assert backend is not None
         used = set(event.members) - set(event.unused)
         before = [set(old.members) - set(old.unused) for old, _ in self._static.values() if old.kind == event.kind]
-        alike = [old for old in before if event.kind == END or old & set(event.members)]
+        alike = [old for old in before if event.kind in ENDS or old & set(event.members)]
         if event.kind == GRAPH and not alike:
             return
         known: set[int] = set().union(*before)

@@ -19,18 +19,18 @@ from .call import Binding
 from .comm_hook import CommHook
 from .compiled import backend_of, listen, no_sync
 from .compiler import Compilation
-from .compression import Codec, Session
+from .compression import Codec
 from .config import MIB, Settings, make_settings, split_options
 from .decision import Decision
 from .group import Group, GroupLookup
 from .modules import Modules, owners
-from .optimizer import OptimizerInBackward
 from .passes.plan import BucketPlan
 from .plan_log import PlanLog
+from .registered import Registered
 from .replica import Replica
+from .sending import Outbox
 from .site import Site, inspect
 from .stats import EventLog, Stats
-from .transport import Transport, make_transport
 from .uncovered import Watch, refuse_subclass
 
 __all__ = ["Backend", "backend", "backend_of", "by_name", "no_sync"]
@@ -42,12 +42,9 @@ class Backend:
     """A `torch.compile` backend whose compiled backward averages gradients over the ranks. Made by `fxddp.backend`.
 
     Attributes:
-        comm_hook: what runs on every bucket in place of the all-reduce, or None.
-        codec: how buckets are compressed for travelling, or None.
-        shadow_session: what a rank without inputs learns for the codec in one iteration of the others.
-        optimizer: what updates parameters in backward, or None.
+        registered: what carries buckets in place of the all-reduce, and what updates parameters in backward.
+        outbox: what this iteration has sent; or took part in, without inputs.
         joining: ranks may run out of inputs, under `join`.
-        shadowed_launches: buckets of the running backward of the others that this rank took part in without inputs.
         divide_by_initial_world_size: gradients are then divided by the number of all ranks, not of those with inputs.
     """
 
@@ -63,22 +60,13 @@ class Backend:
         self.log = EventLog()
         self.plan_log = PlanLog()
         self.sites: list[Site] = []
-        self.comm_hook: CommHook | None = None
-        self.codec = settings.codec
-        self.shadow_session: Session | None = None
-        self.optimizer: OptimizerInBackward | None = None
+        self.registered = Registered(settings)
+        self.outbox = Outbox(self)
         self.joining = False
-        self.shadowed_launches = 0
         self.divide_by_initial_world_size = True
-        self._transport: tuple[Group, Transport] | None = None
-        self._confirmed: tuple[Group, tuple[str, str]] | None = None
         self._running: dict[int, Backward] = {}
         self._lock = threading.Lock()
         self._local_scopes: list[frozenset[int] | None] = []
-        if settings.comm_hook is not None:
-            self.register_comm_hook(None, settings.comm_hook)
-        if settings.optimizer is not None:
-            self.register_optimizer(settings.optimizer)
 
     def __repr__(self) -> str:
         settings = self.settings
@@ -154,6 +142,11 @@ class Backend:
         """`Modules.remember`: takes names from this module from now on."""
         self.modules.remember(module)
 
+    def names(self, parameters: Sequence[Tensor]) -> str:
+        """Qualified names of the first of these parameters, and how many more there are."""
+        more = f" and {len(parameters) - 4} more" if len(parameters) > 4 else ""
+        return ", ".join(map(self.watch.name, parameters[:4])) + more
+
     def known_tensors(self, owners_of: Mapping[int, str] | None = None) -> list[tuple[str, Tensor]]:
         """`Modules.tensors`: named parameters and buffers of the modules this backend knows."""
         return self.modules.tensors(owners_of)
@@ -166,6 +159,8 @@ class Backend:
         with self._lock:  # autograd has a thread for each device
             running = self._running.get(task)
             if running is None:
+                if not self._running:
+                    self.outbox.discard()
                 running = self._running[task] = Backward(self, task)
         return running
 
@@ -233,68 +228,18 @@ class Backend:
         Args:
             state: passed to every call.
             hook: `(state, bucket) -> Future[Tensor]`; the bucket has the methods of `torch.distributed.GradBucket`, its
-                buffer the local gradients, not divided. What the future holds becomes the gradients.
+                buffer the local gradients: flat, of one dtype and at most `bucket_mb` MiB, not divided. What the future
+                holds, as many elements, becomes the gradients.
 
         Raises:
-            RuntimeError: there is one already.
+            RuntimeError: there is one already, or a codec, or several groups or steps.
             TypeError, ValueError: it is no such function.
+
+        An error in the hook ends the backward, with its name, the bucket's number and its parameters:
+
+            backend.register_comm_hook(None, default_hooks.fp16_compress_hook)
         """
-        self.use_comm_hook(CommHook(state, hook))
-
-    def use_comm_hook(self, hook: CommHook) -> None:
-        """`register_comm_hook` of what is one already."""
-        if self.settings.lanes or self.settings.algorithm != "all_reduce":
-            raise RuntimeError(
-                f"{hook.name} starts its own collectives, but this backend has {len(self.settings.lanes) or 1} process "
-                f"group(s) and algorithm={self.settings.algorithm!r}: leave one of both out"
-            )
-        if self.hook_name is not None:
-            raise RuntimeError(
-                f"{hook.name} cannot run on the buckets too: register_comm_hook or register_builtin_comm_hook can only "
-                f"be called once: this backend has {self.hook_name} already"
-            )
-        self.comm_hook = hook
-
-    @property
-    def hook_name(self) -> str | None:
-        """What runs on every bucket in place of the all-reduce, as ranks compare it; None for nothing."""
-        if self.codec is not None:
-            return self.codec.fingerprint()
-        return None if self.comm_hook is None else self.comm_hook.name
-
-    @property
-    def hook_names(self) -> tuple[str, str]:
-        """What runs on buckets, and the optimizer, as ranks compare them."""
-        return str(self.hook_name), str(self.optimizer and self.optimizer.name)
-
-    def confirm_hooks(self, group: Group) -> None:
-        """Compares new hooks with the other ranks', who would otherwise start other collectives or train otherwise."""
-        if self.comm_hook is None and self.codec is None and self.optimizer is None:
-            return
-        if not self.were_confirmed(group):
-            self.replica.agree_on_hooks(self.hook_names, group)
-
-    def were_confirmed(self, group: Group) -> bool:
-        """Whether the hooks that are there now were compared before; from now on they were."""
-        before, self._confirmed = self._confirmed, (group, self.hook_names)
-        return before == self._confirmed
-
-    @property
-    def travels_in_graphs(self) -> bool:
-        """Whether a graph with collectives inside does all that is to be done with a bucket."""
-        return self.comm_hook is None and (self.codec is None or self.codec.wire is not None)
-
-    def session(self) -> Session:
-        """A backward's dealings with the codec."""
-        assert self.codec is not None
-        replica = self.replica
-        return Session(self.codec, lambda parameter: replica.name(replica.number(parameter)))
-
-    def transport(self, group: Group) -> Transport:
-        """What buckets travel by. A collective the first time on a group."""
-        if self._transport is None or self._transport[0] is not group:
-            self._transport = (group, make_transport(self.settings, group))
-        return self._transport[1]
+        self.registered.carry_by(CommHook(state, hook))
 
     # --- optimizer in backward --------------------------------------------------------------------
 
@@ -309,6 +254,8 @@ class Backend:
         there. A `GradScaler` is refused; whatever else looks at gradients before the step, or an optimizer of your own
         whose update of a parameter depends on other parameters, cannot be combined with it.
 
+        The idea is that of Jiang et al., "Optimizer Fusion", arXiv:2104.00237. See examples/optimizer_in_backward.py.
+
         Args:
             optimizer: over any of the parameters; others keep their gradients.
 
@@ -316,9 +263,7 @@ class Backend:
             RuntimeError: there is one already.
             ValueError: it cannot update parameters one by one.
         """
-        if self.optimizer is not None:
-            raise RuntimeError(f"this backend updates parameters with {self.optimizer.name} already")
-        self.optimizer = OptimizerInBackward(optimizer, compiles=self.settings.inductor)
+        self.registered.update_by(optimizer)
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -359,11 +304,13 @@ def backend(
         bucket_mb: size of a bucket in MiB; gradients are all-reduced bucket by bucket, in the order they become ready.
         first_bucket_mb: size of the first bucket in MiB; a small one starts the communication early.
         process_group: the group to average over; None for the default group. Without `torch.distributed` the model
-            trains alone. Of several groups of the same ranks, buckets take the next one in turns.
+            trains alone. Of several groups of the same ranks, buckets take the next one in turns (Li et al., "PyTorch
+            Distributed", VLDB 2020, arXiv:2006.15704); see examples/groups.py.
         device_mesh: in place of `process_group`: the ranks of a mesh of one dimension, or of two, (nodes, ranks inside
             a node), for a hierarchical reduction.
         algorithm: "all_reduce"; "ring", a reduce-scatter and an all-gather; "hierarchical", a reduce-scatter inside a
-            node, an all-reduce across nodes of each rank's part, and an all-gather inside. None for what fits the mesh.
+            node, an all-reduce across nodes of each rank's part, and an all-gather inside; `transport.py` has the
+            papers. Sums are those of an all-reduce up to rounding. None for what fits the mesh.
         inner: what compiles forward and the pieces of the backward: "inductor", "aot_eager" (runs the operators one by
             one; for debugging), or a callable `(graph, example_inputs) -> callable`.
         options: inductor's settings, as in `torch.compile`.

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,12 @@ from torch import Tensor
 
 from . import _compat, ranges
 from .channel import RanksDisagree
-from .compression import Parcel, Session, Travelling
 from .decision import HOOK, Decision, Event
 from .ending import Ending
 from .holdings import Holdings
 from .packing import empty_bucket, sparse_gradient
 from .passes.plan import Bucket
+from .rounds import Travelling
 from .stats import BackwardRecord
 from .uncovered import Watch, parameters_registered
 
@@ -95,7 +95,6 @@ class Backward:
         strangers: parameters of this backward that nobody told us about.
         later: parameters that a backward inside this one has averaged gradients for, to be updated at the end.
         nested: this backward runs inside a node of another one.
-        session: the dealings with the codec.
     """
 
     def __init__(self, backend: "Backend", task: int) -> None:
@@ -107,7 +106,6 @@ class Backward:
         self.over = False
         self.deferring = False
         self._calls = 0
-        self._active = 0
         self.launched: list[Launched] = []
         self.lazy: list[tuple[Launched, Bucket, Tensor]] = []
         self.holdings = Holdings()
@@ -120,8 +118,7 @@ class Backward:
         self.strangers: list[Tensor] = []
         self._explored = False
         self.later: dict[int, Tensor] = {}
-        self.nested = backend.optimizer is not None and _compat.is_nested()
-        self.session: Session | None = None
+        self.nested = backend.registered.optimizer is not None and _compat.is_nested()
         _compat.queue_callback(_AtEnd(self))
 
     @property
@@ -132,7 +129,7 @@ class Backward:
     def group(self, group: "Group | None") -> None:
         if group is not self._group:
             self._group = group
-            self.scale = 1.0 if group is None or self.backend.comm_hook is not None else group.scale
+            self.scale = 1.0 if group is None or self.backend.registered.carrier.divides else group.scale
 
     # --- called by a node's run (reduction.py) -----------------------------------------------
 
@@ -145,8 +142,9 @@ class Backward:
     def follow_decision(self, decision: Decision) -> None:
         """Divides by the number of ranks that have inputs from now on, if `join` was asked to."""
         if decision.active is not None and not self.backend.divide_by_initial_world_size:
-            self._active = decision.active
-            if self.backend.comm_hook is None:
+            assert self.group is not None
+            self.backend.outbox.to(self.group).divisor = decision.active
+            if not self.backend.registered.carrier.divides:
                 self.scale = 1.0 / decision.active
 
     def enter(self, call: "Call") -> None:
@@ -191,28 +189,15 @@ class Backward:
             is_last: whether no bucket of this graph, or of this end, follows.
             outside: no graph packed it.
         """
-        group, record, hook, codec = self.group, self.record, self.backend.comm_hook, self.backend.codec
-        assert group is not None
+        record = self.record
+        assert self.group is not None
         if kept is not None and views is not None:
             launched = Launched([members[i] for i in kept], [views[i] for i in kept], outside=outside)
         else:
             launched = Launched(members, views, outside=outside)
         if flat.numel():
-            index = record.launches + record.uncovered_launches
-            if codec is not None:
-                if self.session is None:
-                    self.session = self.backend.session()
-                start = partial(self.backend.transport(group).start, index=index, counts=False)
-                parcel = Parcel(flat, members, group, self.session, start, wire=wire, idle=idle, count=record.travels)
-                launched.work = codec.start(parcel, lambda: f"bucket {index} ({self._names(members)})")
-            elif hook is None:
-                group.settle()
-                launched.work = self.backend.transport(group).start(flat, index)
-                record.travels(flat.nbytes)
-            else:
-                record.travels(flat.nbytes)
-                names, divisor = self._names(members), self._active or group.size
-                launched.work = hook.run(flat, members, index, group, is_last=is_last, names=names, divisor=divisor)
+            sending = self.backend.outbox.to(self.group)
+            launched.work = sending.start(flat, members, record.travels, wire=wire, idle=idle, is_last=is_last)
             launched.index = record.launch_outside() if outside else record.launch(flat.nbytes, launched.work)
         self.launched.append(launched)
         return launched
@@ -222,10 +207,6 @@ class Backward:
     ) -> None:
         """`launch` for a bucket whose views all go the usual way: they are only made when they are needed."""
         self.lazy.append((self.launch(flat, parameters, None, None, wire, is_last=is_last), bucket, flat))
-
-    def _names(self, parameters: Sequence[Tensor]) -> str:
-        more = f" and {len(parameters) - 4} more" if len(parameters) > 4 else ""
-        return ", ".join(map(self.backend.watch.name, parameters[:4])) + more
 
     def launched_inside(self, buckets: Sequence[Bucket], views: list[Tensor], parameters: Sequence[Tensor]) -> None:
         """Notes gradients that a graph with collectives inside has reduced already."""
@@ -403,8 +384,10 @@ class Backward:
             raise
         self.over = True
         self.backend.forget(self)
-        if self.record.sync and not self.backend.running:
-            self.backend.agreement.end_of_iteration()
+        if not self.backend.running:
+            self.backend.outbox.commit()
+            if self.record.sync:
+                self.backend.agreement.end_of_iteration()
 
     def ids(self, numbers: Iterable[int]) -> set[int]:
         """The ids of the parameters with these numbers."""
@@ -416,7 +399,7 @@ class Backward:
         if launched.work is not None:
             self.record.wait(launched.index, outside=launched.outside)
             assert self.group is not None
-            self.group.wait(launched.work, lambda: f"average {self._names(launched.parameters)}")
+            self.group.wait(launched.work, lambda: f"average {self.backend.names(launched.parameters)}")
             launched.work = None
             if not launched.outside:
                 self.record.waited(launched.index)
@@ -452,6 +435,7 @@ class Backward:
                     break
         self.launched.clear()
         self.lazy.clear()
+        self.backend.outbox.discard()
         self.backend.forget(self)
 
 

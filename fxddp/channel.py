@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from . import _compat
+from .connecting import own_address
 from .whereabouts import Place, Whereabouts
-from .wire import PeerGone, Wire, own_address
+from .wire import PeerGone, Wire
 
 if TYPE_CHECKING:
     from .group import Group
@@ -155,6 +156,16 @@ class Channel:
 
         self._patiently(attempt, announced.what)
         return found
+
+    def has_come(self, announced: Announced) -> bool:
+        """Whether the other ranks' records are there already; does not wait for them."""
+        with self._lock:
+            if announced.blocks is None:
+                with suppress(PeerGone):  # whoever waits for it is told
+                    announced.blocks = self._wire.finish(0)
+                if announced.blocks is not None:
+                    self._open = None
+            return announced.blocks is not None
 
     def complete(self, announced: Announced) -> None:
         """Waits for the other ranks' records, unless that was done."""

@@ -21,7 +21,7 @@ from .channel import Failed
 from .packing import places_in
 
 if TYPE_CHECKING:
-    from .group import Group
+    from .sending import Sending
 
 SINGLE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 """Hooks that start one collective for each bucket."""
@@ -111,6 +111,9 @@ class CommHook:
         TypeError, ValueError: it is no such function.
     """
 
+    divides = True
+    in_graphs = False
+
     def __init__(self, state: object, hook: Callable[..., Any]) -> None:
         if not callable(hook):
             raise TypeError(f"Communication hook must be callable, got {hook!r}")
@@ -126,85 +129,38 @@ class CommHook:
         self._hook = hook
         self._last: HookWork | None = None
 
-    def run(
+    def start(
         self,
         flat: Tensor,
-        parameters: Sequence[Tensor],
-        index: int,
-        group: "Group",
+        members: Sequence[Tensor],
+        sending: "Sending",
+        travels: Callable[[int], None],
         *,
         is_last: bool,
-        names: str,
-        divisor: int,
+        **_: Any,
     ) -> HookWork:
-        """Calls the hook for a bucket; see Note [order of hooks]. It divides by itself.
+        """As `Carrier.start`: calls the hook for a bucket; see Note [order of hooks].
 
         Raises:
             Failed: it raised; names hook, bucket and parameters.
         """
+        group, index, names = sending.group, sending.count, sending.names
 
         def failed(error: BaseException) -> Failed:
-            return Failed(f"communication hook {self.name} failed for bucket {index} ({names}): {error}")
+            return Failed(f"communication hook {self.name} failed for bucket {index} ({names(members)}): {error}")
 
+        travels(flat.nbytes)
         if self._last is not None and self._hook not in SINGLE and group.backend_name == "gloo":
             group.wait(self._last, lambda: f"run communication hook {self.name}")
         group.settle()
         group.count()
         try:
-            future = self._hook(self._state, GradBucket(flat, parameters, index, is_last=is_last))
+            future = self._hook(self._state, GradBucket(flat, members, index, is_last=is_last))
             work = HookWork(future, flat, failed)
         except Exception as error:
             raise failed(error) from error
         self._last = None if is_last else work
         return work
-
-
-class ReducedPrecision(CommHook):
-    """Averages in another dtype, as `reduce_dtype` of DistributedDataParallel's mixed precision: sums, then divides.
-
-    Complex buckets are averaged as they are.
-
-    Args:
-        dtype: a floating point type.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.name = f"the average in {dtype}"
-        self._dtype = dtype
-
-    def run(
-        self,
-        flat: Tensor,
-        parameters: Sequence[Tensor],
-        index: int,
-        group: "Group",
-        *,
-        is_last: bool,
-        names: str,
-        divisor: int,
-    ) -> Any:
-        """Starts the all-reduce of a bucket, which is divided by `divisor` then."""
-        group.settle()
-        return CastWork(flat, self._dtype if flat.is_floating_point() else flat.dtype, group, divisor)
-
-
-class CastWork:
-    """The average of a bucket that travels in another dtype; waits as the work of a collective does."""
-
-    def __init__(self, flat: Tensor, dtype: torch.dtype, group: "Group", divisor: int) -> None:
-        self._flat = flat
-        self._sum = flat.to(dtype)
-        self._divisor = divisor
-        self._work = group.all_reduce(self._sum)
-
-    def is_completed(self) -> bool:
-        """Whether the sum is there."""
-        return bool(self._work.is_completed())
-
-    def wait(self, *timeout: timedelta) -> None:
-        """Waits for the sum, and puts the average into the bucket."""
-        self._work.wait(*timeout)
-        self._flat.copy_(self._sum.div_(self._divisor))
 
 
 def _annotations(hook: Callable[..., Any]) -> tuple[Any, Any]:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from . import _compat
 from .adaptive import Adaptive
-from .compression import Cast, Codec
+from .cast import Cast
+from .compression import Codec
 from .group import GroupReference
 from .int8 import Int8
 from .passes.plan import Bucket

@@ -215,7 +215,7 @@ class DistributedDataParallel(Members):
         self._structure = Structure(self.module)
         reduction = precision.reduction(self.mixed_precision, self.backend.shared_parameters().values())
         if reduction is not None:
-            self.backend.use_comm_hook(reduction)
+            self.backend.registered.carry_by(reduction)
         self._run = precision.runner(self.mixed_precision, frozenset(self.parameters_to_ignore))
         if self._compile is not None:
             run = _compat.with_own_code(self._run, f"forward_{next(_instances)}_of_{type(self.module).__name__}")

@@ -77,7 +77,7 @@ def _construction(model: "Members") -> dict[str, Any]:
         "find_unused_parameters": int(model.find_unused_parameters),
         "gradient_as_bucket_view": int(model.gradient_as_bucket_view),
         **({"static_graph": 1} if model.static_graph else {}),
-        **({"comm_hook": name} if (name := model.backend.hook_name) is not None else {}),
+        **({"comm_hook": name} if (name := model.backend.registered.carrier.name) is not None else {}),
         "dtypes": ", ".join(sorted(names)),
         "num_parameter_tensors": len(trained),
         "total_parameter_size_bytes": sum(p.nbytes for p in trained),

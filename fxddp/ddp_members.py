@@ -162,6 +162,14 @@ class Members(nn.parallel.DistributedDataParallel):
             args: for its constructor, after the parameters.
             optim_params: the parameters it is for; None for all.
             kwargs: for its constructor.
+
+        Raises:
+            ValueError: `optim` is no optimizer class, or one that cannot update parameters one by one.
+            RuntimeError: there is one already.
+
+        As in examples/optimizer_in_backward.py:
+
+            model._register_fused_optim(torch.optim.AdamW, 0.01)
         """
         parameters = self._module_parameters if optim_params is None else optim_params
         optimizer = optimizer_over(optim, parameters, *args, **kwargs)

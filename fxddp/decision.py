@@ -8,6 +8,8 @@ all at a graph, other parameters        find_unused_parameters: the union travel
                                         hooks on those, defer); else defer
 some at a graph, others at the end      find_unused_parameters: the latter stand in with zeros; else defer
 all at the end                          equal sets, or with find_unused_parameters their union; else an error
+some at the end, others at that of a    an error: the former are through
+backward inside the backward
 with collectives of the model inside    as if find_unused_parameters were not set: theirs and ours must not interleave
 anything else                           an error
 
@@ -31,12 +33,14 @@ Layout = tuple[tuple[int, ...], ...]
 GRAPH = "a compiled graph"
 HOOK = "an accumulation hook"
 END = "the end of the backward"
+INNER = "the end of a backward inside the backward"
 BUFFERS = "the buffers before a forward"
 FORWARD = "a forward under join"
 CONTACT = "first contact"
 HOOKS = "the first use of a communication hook or an optimizer in backward"
 JOINED = "no more inputs"
-KINDS = (GRAPH, HOOK, END, BUFFERS, FORWARD, CONTACT, HOOKS, JOINED)
+KINDS = (GRAPH, HOOK, END, BUFFERS, FORWARD, CONTACT, HOOKS, JOINED, INNER)
+ENDS = (INNER, END)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Event:
     @cached_property
     def bare(self) -> "Event":
         """The event, and for the end of a backward without its details, which change nothing of what travels."""
-        return replace(self, details=None) if self.kind == END and self.details else self
+        return replace(self, details=None) if self.kind in ENDS and self.details else self
 
     @cached_property
     def with_cast(self) -> "Event":
@@ -89,7 +93,7 @@ class Event:
     @cached_property
     def alone(self) -> "Decision":
         """What is done where all ranks are at this event."""
-        return Decision(self.buckets, frozenset(self.unused), compare=self.kind == END and bool(self.details))
+        return Decision(self.buckets, frozenset(self.unused), compare=self.kind in ENDS and bool(self.details))
 
     def to_json(self) -> dict[str, Any]:
         """The event in JSON's types."""
@@ -152,7 +156,7 @@ def decide(events: Sequence[Event], *, find_unused: bool, name: Callable[[int], 
     joined = frozenset(range(len(events))) - active.keys()
     if not active:
         return Decision(active=0)
-    compare = any(event.kind == END and event.details for event in active.values())
+    compare = any(event.kind in ENDS and event.details for event in active.values())
     active = {rank: event.bare for rank, event in active.items()}
     first = active[min(active)]
     if joined and any(event.kind == CONTACT for event in active.values()):
@@ -162,12 +166,12 @@ def decide(events: Sequence[Event], *, find_unused: bool, name: Callable[[int], 
         )
     extra: dict[str, Any] = {"compare": compare}
     if joined:
-        going = [event for event in active.values() if event.kind != END]
+        going = [event for event in active.values() if event.kind not in ENDS]
         extra |= {"active": len(active), "root": max(active), "step": (going or [first])[0]}
     if all(event == first for event in active.values()):
         return Decision(first.buckets, frozenset(first.unused), again=joined, **extra)
     kinds = {event.kind for event in active.values()}
-    if kinds <= {GRAPH, HOOK, END}:
+    if kinds <= {GRAPH, HOOK, *ENDS} and not kinds.issuperset(ENDS):
         hooked = {event.hooked for event in active.values() if event.kind == GRAPH}
         inside = any(event.kind == GRAPH and event.details for event in active.values())
         same = not inside and len({event.members for event in active.values()}) == 1
@@ -177,7 +181,7 @@ def decide(events: Sequence[Event], *, find_unused: bool, name: Callable[[int], 
         if kinds == {GRAPH} and same and len(hooked) == 1 and len({event.unused for event in active.values()}) == 1:
             return Decision(first.buckets, frozenset(first.unused), again=joined, **extra)
         if (
-            kinds <= {GRAPH, END}
+            kinds <= {GRAPH, *ENDS}
             and GRAPH in kinds
             and (kinds != {GRAPH} or not same or (find_unused and _hooks_agree(active)))
         ):
@@ -187,7 +191,7 @@ def decide(events: Sequence[Event], *, find_unused: bool, name: Callable[[int], 
                     f"{name(waiting)} has an accumulation hook, which needs its average now, but ranks took different "
                     f"paths through this backward and can only average at its end. {REMEDY}"
                 )
-            late = frozenset(rank for rank, event in active.items() if event.kind == END)
+            late = frozenset(rank for rank, event in active.items() if event.kind in ENDS)
             return Decision(defer=True, again=late | joined, **extra)
     raise Different(_difference(active, name))
 
@@ -199,7 +203,7 @@ def _hooks_agree(active: dict[int, Event]) -> bool:
 
 
 def _union(active: dict[int, Event], joined: frozenset[int], extra: dict[str, Any]) -> Decision:
-    going = {rank: event for rank, event in active.items() if event.kind != END}
+    going = {rank: event for rank, event in active.items() if event.kind not in ENDS}
     waiting = frozenset(active.keys() - going.keys()) if going else frozenset()
     buckets: list[tuple[int, ...]] = []
     seen: set[int] = set()

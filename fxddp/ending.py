@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _compat
-from .decision import END, Decision, Event
+from .decision import END, INNER, Decision, Event
 from .executor import bucket_views
 from .packing import packs
 
@@ -52,9 +52,7 @@ class Ending:
         for launched, bucket, flat in backward.lazy:
             launched.views = bucket_views(bucket, flat)
         backward.lazy.clear()
-        self._write_all(backend.optimizer if synchronises else None)
-        if backward.session is not None:
-            backward.session.commit()
+        self._write_all(backend.registered.optimizer if synchronises else None)
         for parameter in backward.stood_in.values():  # autograd has accumulated nothing here, and called nobody
             _compat.run_other_accumulation_hooks(parameter)
         backend.watch.keep_pending(self.holdings.lay_back())
@@ -64,14 +62,14 @@ class Ending:
     def _reduce_rest(self, group: "Group") -> None:
         """Averages what no graph has reduced, and stands in with zeros for what only other ranks have."""
         backward, backend = self.backward, self.backward.backend
+        kind = END if backend.around(backward) is None else INNER
         while True:
             rest = self._rest(group)
+            buckets = (tuple(sorted(rest)),) if rest else ()
             details = "unmet" if backend.replica.has_unmet else None
-            event = Event(
-                END, (tuple(sorted(rest)),) if rest else (), details=details, owner=backend.replica.owner(group)
-            )
+            event = Event(kind, buckets, details=details, owner=backend.replica.owner(group))
             proposal = backend.agreement.announce(event, group, carried=bool(backward.carried))
-            for launched in backward.launched if backend.optimizer is None else ():
+            for launched in backward.launched if backend.registered.optimizer is None else ():
                 backward.wait(launched)
             decision = proposal.decision()
             backward.follow_decision(decision)

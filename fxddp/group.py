@@ -43,7 +43,7 @@ class Group:
         joint: what was decided where ranks were at different steps, by the records of all; the same on all ranks.
         notices: the backend of `Join`'s first model, and how many of its next forwards' notices were answered.
         lines: where buckets go through stages; see Note [stages] in `transport.py`.
-        unsettled: a bucket under way with collectives left to start; see Note [rounds] in `compression.py`.
+        unsettled: a bucket under way with collectives left to start; see Note [rounds] in `rounds.py`.
         taken_together: steps that all ranks took together, so that it is safe to expect the same of them again.
         unconfirmed: what was announced and acted upon, before the other ranks' records were there.
         shadowed: (backend, kind, details) of what a rank without inputs has answered for models whose turn is to come.
@@ -127,8 +127,13 @@ class Group:
         if self.unsettled is not None:
             self.wait(SimpleNamespace(wait=self.unsettled.settle), lambda: "send the second part of a bucket")
 
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether a bucket under way has collectives left to start."""
+        return self.unsettled is not None or any(line.has_unsettled for line in self.lines)
+
     def settle_all(self) -> None:
-        """Starts all that is left to start: another rank may wait for it before it comes to where this one waits."""
+        """Starts all that is left to start, waiting for what comes before it."""
         self.settle()
         for line in self.lines:
             self.wait(SimpleNamespace(wait=line.enter_all), lambda: "send the next part of a bucket")

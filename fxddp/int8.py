@@ -18,7 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .compression import Codec, Parcel, Round, Rounds, flag, numel_of, plain, whole, wide
+from .arguments import flag, whole
+from .compression import Codec
+from .parcel import Parcel, numel_of, plain, wide
+from .rounds import Round, Rounds
 
 LEVELS = 127
 
@@ -35,6 +38,10 @@ class Int8(Codec):
     Args:
         block: elements that share a scale, a multiple of 8.
         use_error_feedback: add what rounding took to the next gradient. Takes memory of the size of the gradients.
+
+    In a training that goes on from a checkpoint (examples/compression.py):
+
+        model = torch.compile(module, backend=fxddp.backend(comm_hook=fxddp.Int8()))
 
     Raises:
         ValueError: an argument is not allowed.

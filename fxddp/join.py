@@ -13,7 +13,6 @@ raise. (Stock DDP's shadows pair an all-reduce of gradients with that question.)
 """
 
 from collections.abc import Set as AbstractSet
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from .channel import RanksDisagree
-from .compression import Parcel
-from .decision import BUFFERS, END, FORWARD, HOOKS, JOINED, Decision, Event, hooks_differ
+from .decision import BUFFERS, END, ENDS, FORWARD, HOOKS, JOINED, Decision, Event, hooks_differ
 from .packing import empty_bucket, packs, sparse_gradient
 from .values import send
 
@@ -159,21 +157,16 @@ def _shadow(backend: Any, group: "Group", decision: Decision, step: Event) -> No
             send(members, group, backend.root(decision, group))
         return
     idle = {id(backend.replica.tensor(number)) for number in {*decision.unused, *step.hooked}}
-    _reduce_zeros(backend, group, tensors, idle, at_end=step.kind == END)
+    _reduce_zeros(backend, group, tensors, idle, at_end=step.kind in ENDS)
     if step.kind == END:
-        backend.shadowed_launches = 0
-        if backend.shadow_session is not None:
-            backend.shadow_session.commit()
-            backend.shadow_session = None
+        backend.outbox.commit()
 
 
 def _reduce_zeros(
     backend: "Backend", group: "Group", tensors: list[list[Tensor]], idle: AbstractSet[int], *, at_end: bool
 ) -> None:
     works: list[tuple[Any, Tensor]] = []
-    hook, codec = backend.comm_hook, backend.codec
-    if codec is not None and backend.shadow_session is None:
-        backend.shadow_session = backend.session()
+    sending = backend.outbox.to(group)
     sparse = [p for bucket in tensors for p in bucket if at_end and backend.expects_sparse(p, group)]
     if sparse:
         known = set(map(id, sparse))
@@ -182,22 +175,9 @@ def _reduce_zeros(
         cap = backend.settings.cap if at_end else sum(t.nbytes for t in bucket)
         for members in packs(bucket, cap):
             flat, _ = empty_bucket(members)
-            if not flat.numel():
-                continue
-            index, is_last = backend.shadowed_launches, bucket is tensors[-1]
-            backend.shadowed_launches += 1
-            transport = backend.transport(group)
-            if codec is not None and backend.shadow_session is not None:
-                reduce = partial(transport.start, index=index, counts=False)
-                parcel = Parcel(flat.zero_(), members, group, backend.shadow_session, reduce, idle=idle)
-                works.append((codec.start(parcel, lambda: "zeros"), flat))
-            elif hook is None:
-                group.settle()
-                works.append((transport.start(flat.zero_(), index), flat))
-            else:
-                works.append(
-                    (hook.run(flat.zero_(), members, index, group, is_last=is_last, names="zeros", divisor=1), flat)
-                )
+            if flat.numel():
+                is_last = bucket is tensors[-1]
+                works.append((sending.start(flat.zero_(), members, lambda _: None, idle=idle, is_last=is_last), flat))
     for parameter in sparse:
         zeros = sparse_gradient(parameter)
         group.settle()
@@ -207,7 +187,8 @@ def _reduce_zeros(
 
 
 def _compare_hook(backend: "Backend", group: "Group", step: Event) -> None:
-    if list(backend.hook_names) != list(step.details):
+    names = backend.registered.names
+    if list(names) != list(step.details):
         mine = f"rank {group.rank}, which has no inputs left"
-        raise RanksDisagree(hooks_differ(mine, backend.hook_names, "others", step.details))
-    backend.were_confirmed(group)
+        raise RanksDisagree(hooks_differ(mine, names, "others", step.details))
+    backend.registered.were_confirmed(group)

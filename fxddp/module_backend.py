@@ -101,7 +101,7 @@ class ModuleBackend(Backend):
 
     def expects_sparse(self, parameter: Tensor, group: Group) -> bool:
         """As `Backend.expects_sparse`: those of embeddings that say so, on gloo, which alone sums them over ranks."""
-        return id(parameter) in self._sparse and self.hook_name is None and group.backend_name == "gloo"
+        return id(parameter) in self._sparse and self.registered.carrier.name is None and group.backend_name == "gloo"
 
     @property
     def is_local(self) -> bool:
@@ -137,6 +137,8 @@ class ModuleBackend(Backend):
 
     def note(self, *, sync: bool) -> None:
         """Notes that the running backward belongs to a forward that does or does not synchronise."""
+        if self.joining and _compat.restricted_to() is None:
+            self.backward()  # around those inside it, which are not the end of the iteration
         task = _compat.task_id()
         self._marks[task] = self._marks.pop(task, False) or sync
         while len(self._marks) > KEPT_MARKS:  # those of an `autograd.grad`, which has no end that anybody tells us of

@@ -1,8 +1,17 @@
 """Optimizer in backward: parameters are updated when their bucket has arrived, while other buckets still travel.
 
+The gradient of a parameter is used where it comes to be, and freed: Jiang et al., "Optimizer Fusion: Efficient Training
+with Better Locality and Parallelism", arXiv:2104.00237.
+
 Note [update]: the end of a backward waits for the buckets in the order they were launched. A parameter whose last
 contribution has arrived is updated there, and its gradient goes no further. By then all of the backward has run, so
 nothing reads the old value any more; what the update hides is the communication behind it.
+
+Between two pieces of a backward nothing is updated, even if a bucket has arrived by then. What has still to run may
+read the old value: later pieces, through views of it that were saved; another graph or eager code that shares the
+parameter, or uses it detached, of which autograd tells nothing before it gets there. A backward that raises, here or on
+another rank, must leave the weights as they were. And an update would delay the launches that come after it, where at
+the end it takes time that is spent waiting.
 
 An update is the user's optimizer's own `step`, on a part of its parameters: the same kernels, settings read anew each
 time (so that learning rate schedulers work), and one state, so that its `state_dict` is as after `step()`. Every

@@ -15,7 +15,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .compression import Codec, Parcel, Round, Rounds, flag, numel_of, plain, positive, whole, wide
+from .arguments import flag, positive, whole
+from .compression import Codec
+from .parcel import Parcel, numel_of, plain, wide
+from .rounds import Round, Rounds
 
 
 class PowerSGD(Codec):
@@ -39,6 +42,10 @@ class PowerSGD(Codec):
         use_error_feedback: add what was not sent to the next gradient. Takes memory of the size of the gradients.
         warm_start: start from the last step's Q in place of a random one.
         random_seed: for random Q, with the parameter's name; the same on all ranks.
+
+    In a training that goes on from a checkpoint (examples/compression.py):
+
+        model = torch.compile(module, backend=fxddp.backend(comm_hook=fxddp.PowerSGD(4)))
 
     Raises:
         ValueError: an argument is not allowed; names argument, value and what is allowed.

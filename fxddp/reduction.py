@@ -220,7 +220,7 @@ class Reduction(NodeRun):
             and not self._decide().defer
             and self._assembly is None
             and self.exceptions.none
-            and self.backward.backend.travels_in_graphs
+            and self.backward.backend.registered.carrier.in_graphs
             and (artifact.group_name, artifact.group_size) == (group.name, group.size)
             and not any(map(self.backward.holdings.have_accumulated, self.by_bucket))
         )

@@ -95,7 +95,7 @@ class Site:
             self._meet(binding, arguments, group)
         if sync and backend.settings.forward_sync_buffers and not _compat.in_backward():  # recomputes: no new values
             backend.replica.sync_buffers(self._buffers(arguments), group)
-        if backend.optimizer is not None and _compat.in_backward() and _compat.restricted_to() is None:
+        if backend.registered.optimizer is not None and _compat.in_backward() and _compat.restricted_to() is None:
             backend.backward()  # around that of a re-entrant checkpoint, which must not update what it shares
         since = _compat.sequence_number()
         results = self._compiled(*arguments)

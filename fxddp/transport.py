@@ -2,10 +2,12 @@
 
 one group         all-reduce
 several groups    bucket i over group i modulo their number: the remedy of "PyTorch Distributed: Experiences on
-                  Accelerating Data Parallel Training" (Li et al., VLDB 2020) where one group cannot fill the link
-ring              reduce-scatter, then all-gather: 2(N-1)/N of a bucket's bytes each way per rank
-two-dimensional   reduce-scatter inside a node, all-reduce across nodes of what a rank got, all-gather inside
-mesh
+                  Accelerating Data Parallel Training" (Li et al., VLDB 2020, arXiv:2006.15704) where one group cannot
+                  fill the link
+ring              reduce-scatter, then all-gather: 2(N-1)/N of a bucket's bytes each way per rank (Patarasuk and Yuan,
+                  "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009)
+two-dimensional   reduce-scatter inside a node, all-reduce across nodes of what a rank got, all-gather inside (as Jia
+mesh              et al., "Highly Scalable Deep Learning Training System with Mixed-Precision", arXiv:1807.11205)
 
 Note [stages]: what has several steps is a line of stages, each on a process group of its own. A bucket enters a stage
 when it has left the one before and the bucket ahead of it has entered: so every process group sees the buckets in the
@@ -140,8 +142,13 @@ class Stages:
             work.wait() if timeout is None else work.wait(timeout)
             self._move()
 
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether a bucket has stages left to enter."""
+        return bool(self._line) and self._line[-1].entered < len(self._stages)
+
     def enter_all(self, timeout: timedelta | None = None) -> None:
-        """Has every bucket enter its last stage: another rank may wait for it before it comes to where this one is."""
+        """Has every bucket enter its last stage."""
         while waiting := next((b for b in self._line if b.entered < len(self._stages)), None):
             work = waiting.work  # all ahead of it have entered their last, so that it is in a stage
             work.wait() if timeout is None else work.wait(timeout)

@@ -101,7 +101,7 @@ class Watch:
         if parameter.grad is None:
             return
         backend = self._backend()
-        if backend is None or (backend.lookup() is None and backend.optimizer is None):
+        if backend is None or (backend.lookup() is None and backend.registered.optimizer is None):
             return
         foreign = len(_compat.hooks_after_accumulation(parameter)) > 1
         backend.backward().accumulated(parameter, now=foreign)

@@ -10,30 +10,22 @@ rank 2ᵏ before it, and gets as many from the rank 2ᵏ after it. The first rou
 Over the same connections rank 0 casts bytes to all others, along a binomial tree, and waits for none of them.
 """
 
-import fcntl
-import os
-import secrets
 import selectors
 import socket
 import struct
 import time
 from collections import deque
-from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
-from . import _compat
+from .connecting import connect
 
 _LENGTH = struct.Struct("!I")
 _HEAD = struct.Struct("!IB")
 
 BLOCKS, CAST = 0, 1
 """Kinds of messages on a connection."""
-
-GREETING = 5.0
-"""Seconds that whoever connected has to say which rank it is."""
 
 
 class PeerGone(ConnectionError):
@@ -118,11 +110,14 @@ class Wire:
     def __init__(self, rank: int, size: int, store: dist.Store, timeout: timedelta) -> None:
         self.rank, self.size = rank, size
         self._hops = [1 << k for k in range((size - 1).bit_length())]
-        self._peers: dict[int, _Peer] = {}
         self._blocks: list[bytes] = []
         self._round = len(self._hops)
         self._selector = selectors.DefaultSelector()
-        self._connect(store, timeout)
+        distances = {*self._hops, *(size - hop for hop in self._hops)}
+        connections = connect(rank, {(rank + distance) % size for distance in distances} - {rank}, store, timeout)
+        self._peers = {other: _Peer(other, connection) for other, connection in connections.items()}
+        for peer in self._peers.values():
+            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
 
     def start(self, block: bytes) -> None:
         """Starts an all-gather with this rank's block of bytes.
@@ -233,10 +228,8 @@ class Wire:
         return True
 
     def _wait(self, deadline: float) -> bool:
-        """Waits for something to arrive, or to leave; False if nothing did."""
-        seconds = deadline - time.monotonic()
-        if seconds <= 0:
-            return False
+        """Waits for something to arrive, or to leave; False if nothing did. Past the deadline it only looks."""
+        seconds = max(0.0, deadline - time.monotonic())
         for peer in self._peers.values():
             if peer.gone:
                 if peer.connection in self._selector.get_map():
@@ -253,54 +246,6 @@ class Wire:
                 key.data.fill()
         return bool(ready)
 
-    def _connect(self, store: dist.Store, timeout: timedelta) -> None:
-        distances = set(self._hops) | {self.size - hop for hop in self._hops}
-        peers = {(self.rank + distance) % self.size for distance in distances} - {self.rank}
-        host = own_address(store)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        secret = secrets.token_hex(8)  # a stranger may find the port
-        with socket.create_server((host, 0), family=family, backlog=len(peers) + 1) as server:
-            server.settimeout(timeout.total_seconds())
-            address = server.getsockname()
-            store.set(f"address/{self.rank}", f"{address[0]} {address[1]} {secret}")
-            for peer in sorted(peers):
-                if peer > self.rank:
-                    self._peers[peer] = _Peer(peer, self._reach(peer, store, timeout))
-            while len(self._peers) < len(peers):
-                try:
-                    connection, _ = server.accept()
-                except TimeoutError:
-                    missing = sorted(peers - self._peers.keys())
-                    raise RuntimeError(
-                        f"ranks {missing} did not connect to rank {self.rank} at {address[0]}:{address[1]} within "
-                        f"{timeout.total_seconds():g} s: {_ADVICE}"
-                    ) from None
-                rank = _greeting(connection, secret)
-                if rank in peers:
-                    self._peers[rank] = _Peer(rank, connection)
-                else:
-                    connection.close()
-        for other in self._peers.values():
-            self._selector.register(other.connection, selectors.EVENT_READ, other)
-
-    def _reach(self, peer: int, store: dist.Store, timeout: timedelta) -> socket.socket:
-        store.wait([f"address/{peer}"], timeout)
-        host, port, secret = store.get(f"address/{peer}").decode().split()
-        try:
-            connection = socket.create_connection((host, int(port)), timeout.total_seconds())
-        except OSError as error:
-            raise RuntimeError(
-                f"rank {self.rank} cannot reach rank {peer} at {host}:{port} ({error}): {_ADVICE}"
-            ) from error
-        connection.sendall(secret.encode() + _LENGTH.pack(self.rank))
-        return connection
-
-
-_ADVICE = (
-    "fxddp talks over TCP on the interface that leads to the group's store, or on the one that GLOO_SOCKET_IFNAME "
-    "names; set it to one on which the ranks reach each other"
-)
-
 
 def _unpack(message: bytes) -> list[bytes]:
     blocks, at = [], 0
@@ -309,45 +254,3 @@ def _unpack(message: bytes) -> list[bytes]:
         blocks.append(message[at + _LENGTH.size : end])
         at = end
     return blocks
-
-
-def _greeting(connection: socket.socket, secret: str) -> int:
-    """The rank that connected; -1 for a stranger."""
-    received = b""
-    connection.settimeout(GREETING)
-    try:
-        while len(received) < len(secret) + _LENGTH.size:
-            part = connection.recv(len(secret) + _LENGTH.size - len(received))
-            if not part:
-                return -1
-            received += part
-    except OSError:
-        return -1
-    known, rank = received[: len(secret)], received[len(secret) :]
-    return int(_LENGTH.unpack(rank)[0]) if known == secret.encode() else -1
-
-
-def own_address(store: dist.Store) -> str:
-    """The address at which the other ranks reach this one."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            request = struct.pack("256s", interface[:15].encode())
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
-    host = _compat.store_host(store) or socket.gethostname()
-    with suppress(OSError):
-        found = _facing(host)
-        if not found.startswith("127.") or host == "localhost" or host.startswith("127."):
-            return found
-    with suppress(OSError):  # a host name that leads to loopback, as Debian's do; others reach us by the default route
-        return _facing("192.0.2.1")
-    return "127.0.0.1"
-
-
-def _facing(host: str) -> str:
-    """This machine's address on the way to another."""
-    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        found: Any = probe.getsockname()
-        return str(found[0])

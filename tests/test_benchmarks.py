@@ -136,3 +136,41 @@ def test_a_compressed_run(tmp_path: Path) -> None:
     built = {mode: row["built"]["difference"] for mode, row in report["results"][0]["modes"].items()}
     assert built["local"] < 1e-4 < built["fxddp"] < 2e-3
     assert 1e-4 < built["ddp"] < 2e-3
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    """Modes that are not among the usual ones, with gradients that were compared: two ranks on each of two nodes."""
+    modes = ["ddp_fp16", "fxddp_hook_fp16", "fxddp_hierarchical", "fxddp_optimizer"]
+    options = ["--models", "smoke", "--rates", "none", "--no-namespaces", "--rounds", "1", "--bucket-mb", "1"]
+    options += ["--ranks", "4", "--optimizer", "--modes", ",".join(modes), "--json", str(tmp_path / "r")]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.step_time", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "r").read_text())
+    assert report["ranks"] == 4
+    built = {mode: row["built"]["difference"] for mode, row in report["results"][0]["modes"].items()}
+    assert list(built) == modes
+    assert max(built["fxddp_hierarchical"], built["fxddp_optimizer"]) < 1e-3
+    assert 1e-5 < built["ddp_fp16"] < 2e-3
+    assert 1e-5 < built["fxddp_hook_fp16"] < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "3"], "--ranks must be a multiple of 2"),
+        (["--modes", "fxddp,fxddp_optimizer"], "give --optimizer"),
+    ],
+)
+def test_what_makes_no_comparison_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        step_time.parse_arguments(arguments)
+    assert message in capsys.readouterr().err

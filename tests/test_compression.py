@@ -23,7 +23,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import fxddp
 from fxddp.adaptive import LEVELS
-from fxddp.compression import ERROR, Codec
+from fxddp.compression import Codec
+from fxddp.remembered import ERROR
 from tests.live.lab import (
     SMALL,
     Gradients,
@@ -781,8 +782,8 @@ def copied(rank: int, world: int) -> None:
         each.zero_grad()
         loss_of(each, 1).backward()
     expect_equal(gradients(twin.module), gradients(module), "the copy")
-    other = twin.backend.codec
-    assert other is not None
+    other = twin.backend.registered.carrier
+    assert isinstance(other, Codec)
     expect(other is not codec and repr(other.state_dict()) == repr(codec.state_dict()), "state of the copy")
 
 

@@ -1,32 +1,17 @@
 """examples/compression.py, run for real with every codec."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-EXAMPLE = ROOT / "examples" / "compression.py"
+from tests.live.examples import run_example, run_without_launcher
+
 BYTES = 4 * (32 * 128 + 128 + 128 * 128 + 128 + 128 * 8 + 8)
 
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "bf16", "powersgd", "int8", "adaptive"])
 def test_it_trains_and_goes_on_from_its_checkpoint(codec: str):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(EXAMPLE), "--inner", "aot_eager", "--codec", codec],
-        check=False,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = run_example("compression.py", "--inner", "aot_eager", "--codec", codec)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 4
@@ -41,7 +26,4 @@ def test_it_trains_and_goes_on_from_its_checkpoint(codec: str):
 
 
 def test_it_says_how_to_start_it():
-    environment = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(EXAMPLE)], check=False, env=environment, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "torchrun --nproc-per-node 2" in done.stderr
+    assert "torchrun --nproc-per-node 2" in run_without_launcher("compression.py")

@@ -12,10 +12,12 @@ from fxddp.decision import (
     BUFFERS,
     CONTACT,
     END,
+    ENDS,
     FORWARD,
     GRAPH,
     HOOK,
     HOOKS,
+    INNER,
     JOINED,
     KINDS,
     Decision,
@@ -42,8 +44,8 @@ def graphs(draw: st.DrawFn, kind: str = GRAPH) -> Event:
 
 
 def ends() -> st.SearchStrategy[Event]:
-    """The end of a backward with some parameters left."""
-    return MEMBERS.map(lambda members: Event(END, (tuple(sorted(members)),) if members else ()))
+    """The end of a backward, or of one inside it, with some parameters left."""
+    return st.builds(lambda kind, m: Event(kind, (tuple(sorted(m)),) if m else ()), st.sampled_from(ENDS), MEMBERS)
 
 
 STEPS = st.one_of(graphs(), ends(), st.just(Event(JOINED)))
@@ -65,14 +67,14 @@ def test_what_travels(events: list[Event], find_unused: bool):
         assert result == Decision(active=0)
         return
     if isinstance(result, str):
-        assert not find_unused
+        assert not find_unused or {e.kind for e in active}.issuperset(ENDS)
         return
     travels = [m for bucket in result.buckets for m in bucket]
     assert len(travels) == len(set(travels))
     assert all(result.buckets), "an empty bucket"
-    moving = [e for e in active if e.kind != END] or active
+    moving = [e for e in active if e.kind not in ENDS] or active
     for rank, event in enumerate(events):
-        stays = event.kind == JOINED or (event.kind == END and moving is not active and moving[0].kind != END)
+        stays = event.kind == JOINED or (event.kind in ENDS and moving is not active)
         assert (rank in result.again) == stays
     if result.defer:
         assert not find_unused
@@ -126,7 +128,7 @@ def test_the_same_step_needs_no_thought():
 @pytest.mark.parametrize("other", KINDS)
 def test_steps_that_cannot_meet(kind: str, other: str):
     events = [Event(kind, ((1, 2),)), Event(other, ((1, 3),))]
-    mixable = {GRAPH, HOOK, END}
+    mixable = {GRAPH, HOOK, *ENDS}
     if JOINED in (kind, other) and CONTACT not in (kind, other):
         assert decide(events, find_unused=False, name=str).again == {1}
         return
@@ -136,6 +138,17 @@ def test_steps_that_cannot_meet(kind: str, other: str):
     if kind not in mixable or other not in mixable:
         with pytest.raises(Different, match=message):
             decide(events, find_unused=True, name=str)
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_the_end_of_a_backward_is_not_that_of_one_inside(find_unused: bool):
+    """A rank that is through would not come back for what the other has still to do."""
+    ends = [Event(kind, ((1, 2),)) for kind in ENDS]
+    with pytest.raises(Different, match="rank 0 is at the end of a backward inside the backward with 1, 2"):
+        decide(ends, find_unused=find_unused, name=str)
+    graph = Event(GRAPH, ((3,),))
+    late = decide([graph, Event(INNER, ((1,),))], find_unused=find_unused, name=str)
+    assert late.again == {1}
 
 
 def test_a_difference_is_named():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as Stock
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
 
 import fxddp
 from tests.live.lab import (
@@ -303,3 +304,51 @@ def without_batches(rank: int, world: int, init_sync: bool) -> None:
 @pytest.mark.parametrize("init_sync", [True, False])
 def test_a_rank_without_batches(pool: Pool, init_sync: bool):
     pool.run(without_batches, init_sync)
+
+
+class Recomputed(nn.Module):
+    """A block in a re-entrant checkpoint: its gradients are reduced in a backward inside the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(8, 8), Mlp(8), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self._again(self.first(x)))
+
+    @torch.compiler.disable
+    def _again(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=True)
+
+
+def recomputed(rank: int, world: int, kind: str) -> None:
+    """A rank without inputs answers both backwards, and sends its zeros over the groups that the others use."""
+    module, reference = seeded(0, Recomputed), seeded(0, Recomputed)
+    options: dict[str, Any] = {"process_group": [torch.distributed.new_group() for _ in range(2)]}
+    if kind == "optimizer":
+        options = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.05)}
+    if kind == "codec":
+        options = {"comm_hook": fxddp.Int8(8, use_error_feedback=False)}
+    model = fxddp.DistributedDataParallel(
+        module, bucket_cap_mb=SMALL / 2, first_bucket_mb=SMALL / 2, inner="aot_eager", **options
+    )
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (module, reference)]
+    batches = (2, 4, 3)
+    with model.join():
+        for i in range(batches[rank]):
+            square(model(data(i, 6, 8))).backward()
+            if kind != "optimizer":
+                optimizers[0].step()
+            optimizers[0].zero_grad()
+    for i in range(max(batches[:world])):
+        for each in range(world):
+            if i < batches[each]:
+                (square(reference(data(i, 6, 8, rank=each))) / world).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    expect_equal(state(module), state(reference), kind, tol=0.02 if kind == "codec" else 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["groups", "optimizer", "codec"])
+def test_a_backward_inside_a_backward(pool: Pool, kind: str):
+    pool.run(recomputed, kind, timeout=40)

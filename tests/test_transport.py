@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fxddp
 from fxddp import _compat
+from fxddp.agreement import Agreement
 from fxddp.transport import Staged, Stages
 from tests.live.lab import (
     SMALL,
@@ -180,6 +182,36 @@ def waited(rank: int, world: int) -> None:
 
 def test_a_rank_that_waits_between_graphs(pool: Pool):
     pool.run(waited, timeout=30)
+
+
+def in_time(rank: int, world: int, seconds: float) -> None:
+    """Where the records are there already, nobody waits for stages of the first graph's bucket."""
+    module = seeded(0, Two)
+    model, _ = compiled(module, algorithm="ring")
+    loss_of(model, 0).backward()
+    announce, settled = Agreement.announce, []
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        if rank == 1:
+            time.sleep(seconds)  # it comes to where the other one waits
+        proposal = announce(*arguments, **options)
+        time.sleep(0.2)
+        return proposal
+
+    module.zero_grad()
+    with (
+        late_stages(),
+        mock.patch.object(Agreement, "announce", slowly),
+        mock.patch.object(Stages, "enter_all", lambda line, *_: settled.append(line)),
+    ):
+        loss_of(model, 1).backward()
+    expect(bool(settled) is (rank == 0 and seconds > 0.2), f"waited for stages {len(settled)} times")
+    expect_equal(gradients(module), average(local(module, 1)), "gradients", tol=1e-6)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_records_that_come_in_time_cost_no_overlap(pool: Pool, seconds: float):
+    pool.run(in_time, seconds, timeout=40)
 
 
 def joined_in_graphs(rank: int, world: int, graphs: int, updates: bool) -> None:

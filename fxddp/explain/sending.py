@@ -28,10 +28,10 @@ def runs_of(settings: Settings, trained: Backend | None) -> Runs:
     hook = None if settings.comm_hook is None else CommHook(None, settings.comm_hook).name
     optimizer = None if settings.optimizer is None else type(settings.optimizer).__qualname__
     if trained is not None:
-        if hook is None and settings.codec is None and trained.comm_hook is not None:
-            hook = trained.comm_hook.name
-        if optimizer is None and trained.optimizer is not None:
-            optimizer = trained.optimizer.name
+        if settings.codec is None:
+            hook = trained.registered.carrier.name
+        if trained.registered.optimizer is not None:
+            optimizer = trained.registered.optimizer.name
     return Runs(hook, optimizer)
 
 
