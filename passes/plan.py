@@ -93,6 +93,7 @@ class BucketPlan:
     cap: int  # bytes a bucket may hold
     first_cap: int  # bytes the first bucket to fill may hold, at most `cap`
     caps: tuple[int, ...] = ()  # if given, in place of both: bytes of each kind's first, second, … and further buckets
+    ends: frozenset[int] | None = None  # if given, in place of all: outputs that are the last in their bucket
 
     @property
     def grads(self) -> tuple[GradSpec, ...]:
@@ -133,7 +134,8 @@ def check_plan(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
       bucket of the kind whose gradients, in ready order, are the first to add up to more than `first_cap`. Only a
       single gradient larger than the limit may exceed it. (So bucket 0 always keeps to `first_cap`: whatever is ready
       before the first bucket to fill belongs to kinds that do not add up to more until then.) With `caps`, each kind's
-      buckets have these limits, one after the other, and the last of them from then on.
+      buckets have these limits, one after the other, and the last of them from then on. With `ends` there are no
+      limits: a bucket ends with each of these outputs, with the last gradient of its kind, and nowhere else.
     - Greedy: no bucket could have taken one gradient more. For each bucket and the next one of its kind, the bytes of
       the one and of the other's first gradient add up to more than the limit of the one.
 
@@ -147,7 +149,10 @@ def check_plan(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
         assert bucket.index == position, f"bucket at position {position} has index {bucket.index}"
         _check_bucket(bucket)
     _check_order(plan)
-    _check_caps(plan, grads)
+    if plan.ends is None:
+        _check_caps(plan, grads)
+    else:
+        _check_ends(plan, plan.ends)
 
 
 def _place(grad: GradSpec) -> tuple[int, int]:
@@ -222,6 +227,15 @@ def _neighbours(buckets: Iterable[Bucket]) -> list[tuple[Bucket, Bucket]]:
     for bucket in buckets:
         by_kind[bucket.dtype, bucket.device].append(bucket)
     return [pair for same in by_kind.values() for pair in itertools.pairwise(same)]
+
+
+def _check_ends(plan: BucketPlan, ends: frozenset[int]) -> None:
+    for bucket in plan.buckets:
+        early = [grad.output for grad in bucket.grads[:-1] if grad.output in ends]
+        assert not early, f"bucket {bucket.index} goes on after output {early[0]}, which is to end one"
+    for before, _ in _neighbours(plan.buckets):
+        last = before.grads[-1].output
+        assert last in ends, f"bucket {before.index} ends with output {last}, which is none of those that end one"
 
 
 def _check_caps(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:

@@ -1,8 +1,9 @@
 """AOTAutograd and inductor: compiling forward and backward, and what their caches hold."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -176,6 +177,22 @@ def stand_in(tensor: Tensor) -> Tensor:
 
     with unset_fake_temporarily(), FakeTensorMode():
         return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Whatever is being traced around it, tensors made inside have data, and autograd is off."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.no_grad():
+        yield
+
+
+def cache_folder() -> Path:
+    """Where inductor keeps what it compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Turns what a backend compiled into an `Explanation`."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,29 +9,27 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from fxddp.artifact import SplitBackward
 from fxddp.backend import Backend
 from fxddp.comm_hook import CommHook
-from fxddp.config import MIB, Settings
+from fxddp.config import AUTO, MIB, Settings
 from fxddp.packing import packs
-from fxddp.passes.cost import Machine, Network
+from fxddp.passes.bucketing import plan_buckets
+from fxddp.passes.cost import Machine, Network, Speeds
 from fxddp.passes.outline import Outline, Source, innermost
 from fxddp.passes.plan import Bucket as Planned
-from fxddp.passes.plan import GradSpec
+from fxddp.passes.plan import BucketPlan, GradSpec
+from fxddp.passes.sizing import choose_ends
 from fxddp.site import Site
+from fxddp.speeds import assumed
 from fxddp.stats import BackwardRecord
 from fxddp.transport import describe
 
 from . import advice, timeline
 from .diff import changes
 from .dry import Tried
-from .report import Break, Bucket, Explanation, Gradient, Graph, Parameter, Pass, Piece, Size
+from .report import ASSUMED, MEASURED, Break, Bucket, Explanation, Gradient, Graph, Parameter, Pass, Piece, Size
 from .timeline import Gradients, Span, Steps, simulate
-
-MACHINES = {
-    "cpu": Machine(flops=1e11, memory=2e10, launch=2e-6),
-    "cuda": Machine(flops=1e14, memory=2e12, launch=4e-6),
-}
-"""What is assumed of a device that nobody described: a few cores of a server; a data centre GPU with tensor cores."""
 
 TRIED_SIZES = (0.1, 0.25, 0.5, 1, 2, 5, 10, 25, 50, 100)
 """Bucket sizes in MiB that are compared with the one in use."""
@@ -45,7 +43,7 @@ def gather(
     network: Network | None,
     machine: Machine,
     device: str | None = None,
-    assumed: Sequence[str] = (),
+    origins: Mapping[str, str],
     notes: Sequence[str] = (),
     tried: Tried | None = None,
     trained: Backend | None = None,
@@ -59,7 +57,7 @@ def gather(
         network: what to predict all-reduces with.
         machine: what to predict computation with.
         device: report this device in place of the one that was traced on.
-        assumed: figures that nobody gave.
+        origins: where the figures of "machine" and "network" come from.
         notes: what to keep in mind.
         tried: what a dry run showed; None for a backend that trains.
         trained: the backend that trains the model, if one does.
@@ -76,6 +74,7 @@ def gather(
     recorded = _recorded(backend, graphs)
     graphs = [_timed(graph, spans, recorded) for graph in graphs]
     gradients = [_gradients(site, machine, graph) for (_, site), graph in zip(numbered, graphs, strict=True)]
+    speeds = None if network is None else Speeds(machine, network)
     found = Explanation(
         model=model,
         graphs=tuple(graphs),
@@ -84,11 +83,12 @@ def gather(
         machine=machine,
         network=network,
         device=device or (graphs[0].buckets[0].device if graphs and graphs[0].buckets else "cpu"),
-        assumed=tuple(assumed),
+        assumed=tuple(name for name, origin in origins.items() if origin == ASSUMED),
+        measured=tuple(name for name, origin in origins.items() if origin == MEASURED),
         breaks=tuple(breaks),
         timeline=spans,
         recorded=recorded,
-        sizes=_sizes(gradients, network, view.sending, late),
+        sizes=_sizes([site for _, site in numbered], gradients, speeds, view.sending, late),
         notes=(*notes, *_unmodelled(settings, view.sending)),
         versions={"fxddp": _version(), "torch": torch.__version__},
     )
@@ -106,8 +106,8 @@ def _described(settings: Settings, sending: "_Sending") -> dict[str, Any]:
     inner = settings.inner if isinstance(settings.inner, str) else getattr(settings.inner, "__name__", "a callable")
     mesh = settings.mesh
     return {
-        "bucket_mb": settings.cap / MIB,
-        "first_bucket_mb": min(settings.first_cap, settings.cap) / MIB,
+        "bucket_mb": AUTO if settings.auto else settings.cap / MIB,
+        "first_bucket_mb": AUTO if settings.auto else min(settings.first_cap, settings.cap) / MIB,
         "inner": inner,
         "split": settings.split,
         "find_unused_parameters": settings.find_unused_parameters,
@@ -204,7 +204,7 @@ def graph_of(site: Site) -> Graph:
     """What is told of one graph, on its own; times are those of an assumed machine."""
     backend = site.backend
     sending = _Sending(backend.settings, runs=_runs(backend.settings, backend))
-    return _graph(0, 0, site, _View(MACHINES["cpu"], None, None, sending))
+    return _graph(0, 0, site, _View(assumed("cpu", 1).machine, None, None, sending))
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,7 @@ class _View:
 
 
 def _graph(index: int, number: int, site: Site, view: _View) -> Graph:
-    backward = site.compilation.backward
-    assert backward is not None
+    backward = _backward(site)
     program, told, kept = backward.program, backward.outline, backward.rewritten
     assert told is not None
     plan = program.plan
@@ -433,27 +432,52 @@ def _timed(graph: Graph, spans: Sequence[Span], recorded: Sequence[Span]) -> Gra
 
 
 def _gradients(site: Site, machine: Machine, graph: Graph) -> Gradients:
-    backward = site.compilation.backward
-    assert backward is not None and backward.outline is not None
+    backward = _backward(site)
+    assert backward.outline is not None
     share = _shares(backward.outline, machine)
     grads = backward.program.plan.grads
     return Gradients(grads, tuple(share(grad) * graph.seconds for grad in grads), graph.seconds)
 
 
 def _sizes(
-    graphs: Sequence[Gradients], network: Network | None, sending: _Sending, late: Sequence[Tensor]
+    sites: Sequence[Site], graphs: Sequence[Gradients], speeds: Speeds | None, sending: _Sending, late: Sequence[Tensor]
 ) -> tuple[Size, ...]:
     settings = sending.settings
-    if network is None or settings.caps or not any(graph.grads for graph in graphs):
+    if speeds is None or settings.caps or not any(graph.grads for graph in graphs):
         return ()
-    found = []
-    for mib in sorted({*TRIED_SIZES, settings.cap / MIB}):
-        cap = int(mib * MIB)
+    network = speeds.network
+
+    def size(mib: float | str, plans: Sequence[BucketPlan], cap: int) -> Size:
         rest = sum(map(network.all_reduce, sending.late(late, cap)))
-        count = timeline.count_with(graphs, cap, settings.first_cap)
-        hidden = timeline.exposed_with(graphs, network, cap, settings.first_cap, sending.wire_bytes, rest=rest)
-        found.append(Size(mib, count, hidden))
+        exposed = timeline.exposed_with(graphs, plans, network, sending.wire_bytes, rest=rest)
+        return Size(mib, sum(len(plan.buckets) for plan in plans), exposed)
+
+    now = [_backward(site).program.plan for site in sites]
+    auto = [_auto(site, plan, speeds, sending) for site, plan in zip(sites, now, strict=True)]
+    found = [size(AUTO, now if settings.auto else auto, settings.cap)]
+    for mib in sorted({*TRIED_SIZES, *(() if settings.auto else (settings.cap / MIB,))}):
+        cap = int(mib * MIB)
+        first = min(settings.first_cap, cap)
+        found.append(size(mib, [plan_buckets(graph.grads, cap=cap, first_cap=first) for graph in graphs], cap))
     return tuple(found)
+
+
+def _auto(site: Site, plan: BucketPlan, speeds: Speeds, sending: _Sending) -> BucketPlan:
+    """The plan that `bucket_mb="auto"` would make."""
+    told = _backward(site).outline
+    assert told is not None
+
+    def sent(grad: GradSpec) -> int:
+        return sending.wire_bytes(Planned(0, (grad,)))
+
+    ends = choose_ends(plan.grads, told, speeds=speeds, sent=sent)
+    return plan_buckets(plan.grads, cap=plan.cap, first_cap=plan.first_cap, ends=ends)
+
+
+def _backward(site: Site) -> SplitBackward:
+    backward = site.compilation.backward
+    assert backward is not None
+    return backward
 
 
 def _recorded(backend: Backend, graphs: Sequence[Graph]) -> tuple[Span, ...]:
