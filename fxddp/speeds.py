@@ -14,7 +14,6 @@ network or machine (`ALIKE`).
 
 import hashlib
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -113,8 +112,7 @@ def _network(group: "Group", device: torch.device) -> tuple[float, float]:
         return _timed(lambda: group.wait(group.all_reduce(flat), lambda: WHAT), times, device)
 
     timed(SMALL, 2)  # the first one may open connections
-    small = statistics.median(timed(SMALL, 10))
-    sizes, times = [SMALL], [max(group.channel.gather(small, lambda: WHAT))]
+    sizes, times = [SMALL], [max(group.channel.gather(min(timed(SMALL, 20)), lambda: WHAT))]
     for nbytes in LARGE:
         sizes.append(nbytes)
         times.append(max(group.channel.gather(min(timed(nbytes, 2)), lambda: WHAT)))
