@@ -30,6 +30,9 @@ end, the fewest buckets that meet a deadline follow greedily: the last bucket is
 after what is left, and what is left has a deadline again. Both are exact; buckets come out as large as what is left to
 hide them, and the last ones small.
 
+While a bucket is packed its gradients are there twice, so none is larger than `LARGEST` bytes or this `SHARE` of all,
+whichever is more, except a single gradient: fewer i are allowed, and all of the above still holds.
+
 Note [doubt]
 ~~~~~~~~~~~~
 Few buckets that just meet a deadline are wrong by as much as the prediction of the computation is, and that comes from
@@ -62,6 +65,9 @@ SLACK = (0.0, 0.003, 0.01, 0.03, 0.1)
 
 CUT = 50e-6
 """Seconds that one more bucket costs the processor: one more piece of compiled code, a launch and a wait."""
+
+LARGEST, SHARE = 64 << 20, 1 / 8
+"""What a bucket may hold: bytes, or a share of all gradients; see Note [unequal buckets]."""
 
 RUNS = 2048
 """Gradients between which a bucket may end; where there are more, some are taken together."""
@@ -180,6 +186,16 @@ class Stretch:
         return {kind: [-1 if k is None else self.grads[k].output for k in places] for kind, places in self._at.items()}
 
     @cached_property
+    def _held(self) -> list[float]:
+        """Bytes of memory before each bound."""
+        sums = list(accumulate((grad.nbytes for grad in self.grads), initial=0))
+        return [sums[bound] for bound in self._bounds]
+
+    @property
+    def _largest(self) -> float:
+        return max(LARGEST, SHARE * self._held[-1])
+
+    @cached_property
     def _at(self) -> dict[Kind, list[int | None]]:
         found: dict[Kind, list[int | None]] = {kind: [None] for kind in self._bytes}
         for start, stop in zip(self._bounds, self._bounds[1:], strict=False):
@@ -248,7 +264,7 @@ class Stretch:
         """F of Note [unequal buckets]: when what lies before each bound can have been sent."""
         if scale in self._found:
             return self._found[scale]
-        times, alpha = self._times, self.network.delay
+        times, alpha, held, largest = self._times, self.network.delay, self._held, self._largest
         finish = [0.0]
         idle = 0  # the last bound whose bytes can have been sent when the run at hand is ready
         window: deque[int] = deque()  # bounds after it, F - P ascending
@@ -259,9 +275,11 @@ class Stretch:
             window.append(j - 1)
             while idle + 1 < j and finish[idle + 1] <= ready:
                 idle += 1
-            while window and window[0] <= idle:
+            while window and (window[0] <= idle or (window[0] < j - 1 and held[j] - held[window[0]] > largest)):
                 window.popleft()
-            end = ready - times[idle]
+            end = math.inf
+            if idle == j - 1 or held[j] - held[idle] <= largest:
+                end = ready - times[idle]
             if window:
                 end = min(end, finish[window[0]] - times[window[0]])
             finish.append(end + alpha + times[j])
@@ -282,7 +300,8 @@ class Stretch:
             last = found[-1]
             starts = [end - alpha - times[last] + rounding for end in ends]  # of this bucket, were it empty
             spare = min(start - scale * self._ready[last - 1] for start, scale in zip(starts, scales, strict=True))
-            first = bisect_left(times, -spare, 0, last - 1)
+            smallest = bisect_left(self._held, self._held[last] - self._largest, 0, last - 1)
+            first = max(smallest, bisect_left(times, -spare, 0, last - 1))
             while first < last - 1 and any(f[first] > s + times[first] for f, s in zip(finish, starts, strict=True)):
                 first += 1
             if first == 0:

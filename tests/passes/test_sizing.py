@@ -104,6 +104,8 @@ def test_the_earliest_end_is_that_of_the_best_of_all_plans(stretch: Stretch) -> 
     outputs = [grad.output for grad in stretch.grads]
     ways = itertools.chain.from_iterable(itertools.combinations(outputs[:-1], k) for k in range(len(outputs)))
     plans = [plan_buckets(stretch.grads, cap=1, first_cap=1, ends=frozenset(way)) for way in ways]
+    largest = max(64 * MIB, sum(grad.nbytes for grad in stretch.grads) / 8)
+    plans = [plan for plan in plans if all(len(b.grads) == 1 or b.nbytes <= largest for b in plan.buckets)]
     for scale in (0.5, 1.0, 2.0):
         best = min(step(stretch, plan, scale) for plan in plans)
         earliest = max(stretch._earliest(scale)[-1], scale * stretch.total)
@@ -145,6 +147,15 @@ def test_buckets_are_as_large_as_what_hides_them_and_the_last_ones_small() -> No
             assert sizes == sorted(sizes)
         else:  # hidden but for the last one
             assert sizes == sorted(sizes, reverse=True)
+
+
+def test_no_bucket_takes_much_memory() -> None:
+    """A network so slow to answer that one bucket would be best."""
+    grads = [some_grad(i, 1 << 20) for i in range(200)]  # 4 MiB each
+    when = {i: 0.15 * (i + 1) / 200 for i in range(200)}
+    sizes = [bucket.nbytes for bucket in planned(Stretch.of(grads, when, 0.15, Network(2, 1e9, 1.0))).buckets]
+    assert max(sizes) <= 100 * MIB
+    assert len(sizes) == 8
 
 
 def test_a_few_odd_gradients_do_not_double_the_all_reduces() -> None:
