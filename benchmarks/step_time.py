@@ -1,6 +1,7 @@
 """Step time of data-parallel modes, side by side in one run, on networks of several rates.
 
     python -m benchmarks.step_time --models transformer,convnet,mlp,tiny --rates none,2gbit,1gbit --rounds 15
+    python -m benchmarks.step_time --models mlp --rates none,1gbit --modes local,fxddp_auto,fxddp_1mib,fxddp_8mib
 
 The driver opens the network (`network.py`) and, for each model, starts two ranks on a core each. The ranks build and
 check every mode once, then time it at every rate: the driver changes the rate under the living ranks, so one
@@ -16,6 +17,10 @@ Note [one copy of the models per mode]
 Dynamo caches compiled code per code object. Were `torch.compile(m)` measured first and `torch.compile(DDP(m2))` of the
 same class after it, the second would be served the first's graph, uncut, and DDPOptimizer would never run. Each mode
 therefore executes `models.py` anew: equal weights and inputs, code objects of its own.
+
+Note [sweep]
+`bucket_mb="auto"` is planned for the network it finds when it is built, so that mode is built again at every rate, on a
+new process group, and is compared in turns with the fixed sizes `fxddp_0.5mib` … `fxddp_64mib`.
 
 Note [turns]
 A round steps every mode once, then all-reduces the same bytes alone: A B C comm, A B C comm, … A machine that drifts
@@ -72,6 +77,10 @@ for _hook in TORCH_HOOKS:
     HOOKED |= {f"ddp_{_hook}": _hook, f"fxddp_hook_{_hook}": _hook}
 MODES |= {"fxddp_ring": "fxddp, reduce-scatter and all-gather", "fxddp_lanes": "fxddp, two groups in turns"}
 MODES |= {"fxddp_hierarchical": "fxddp, inside and across nodes", "fxddp_optimizer": "fxddp, optimizer in backward"}
+SIZED = {f"fxddp_{mib:g}mib": mib for mib in (0.5, 1, 2, 4, 8, 16, 25, 32, 64)}
+MODES |= {mode: f"fxddp, {mib:g} MiB" for mode, mib in SIZED.items()}
+AUTO = "fxddp_auto"
+MODES |= {AUTO: 'fxddp, "auto"'}
 EAGER = frozenset(mode for mode in MODES if mode == "ddp" or (mode.startswith("ddp_") and mode in HOOKED))
 COMPILED = frozenset(MODES) - EAGER
 BASELINE, RIVAL = "local", "ddp_compile"
@@ -173,7 +182,9 @@ def build(mode: str, model: str, *, rank: int, bucket_mb: float, comm_hook: str 
             options["device_mesh"] = init_device_mesh("cpu", (NODES, dist.get_world_size() // NODES))
         if mode == "fxddp_optimizer":
             options["optimizer"] = optimizer
-        backend = fxddp.backend(bucket_mb=bucket_mb, **options)
+        if mode == AUTO:
+            options["process_group"] = dist.new_group()
+        backend = fxddp.backend("auto" if mode == AUTO else SIZED.get(mode, bucket_mb), **options)
         if hooks:
             register_hook(backend, comm_hook)
         call = torch.compile(module, backend=backend)
@@ -269,12 +280,20 @@ class Rank:
         if (graphs > 0) != (mode in COMPILED):
             raise BenchmarkError(f"mode {mode}: Dynamo captured {graphs} graphs; the mode is not what its name says")
         self.runs[mode] = run
-        built = {"warm_up_s": seconds, "graphs": graphs, "aot_compiles": compiles, "difference": max(differences)}
+        built: dict[str, Any] = {
+            "warm_up_s": seconds,
+            "graphs": graphs,
+            "aot_compiles": compiles,
+            "difference": max(differences),
+        }
         if run.backend is not None:
             last = run.backend.stats().backwards[-1]
             if not last.sync or last.launches == 0 or last.uncovered:
                 raise BenchmarkError(f"mode {mode}: expected a backward whose graphs reduce every gradient, got {last}")
             built |= {"launches": last.launches, "pieces": last.pieces}
+            built["buckets"] = [bucket.nbytes for plan in run.backend.plans for bucket in plan.buckets]
+        if mode == AUTO:
+            built["speeds"] = asdict(run.backend.lookup().speeds)
         return built
 
     def measure(self, *, rounds: int, settle_s: float) -> Any:
@@ -506,6 +525,12 @@ def summarise(measured: Sequence[Any], *, nbytes: int) -> dict[str, Any]:
             row["exposed"] = statistics.median((t - local) / alone for t, local, alone in rounds)
             row["vs_limit"] = row["median_ms"] / result["limit_ms"]
         modes[mode] = row | {"samples_ms": times}
+    if AUTO in steps:
+        fixed = [mode for mode in SIZED if mode in steps]
+        ratios = {
+            mode: median_interval([a / f for a, f in zip(steps[AUTO], steps[mode], strict=True)]) for mode in fixed
+        }
+        result["auto"] = {mode: asdict(interval) for mode, interval in ratios.items()}
     return result | {"modes": modes, "comm_samples_ms": communication}
 
 
@@ -540,6 +565,7 @@ def render(result: dict[str, Any], *, markdown: bool) -> str:
     if "limit_ms" in result:
         facts += f"; forward {result['forward_ms']:.1f} ms, backward {result['backward_ms']:.1f} ms"
         facts += f"; limit {result['limit_ms']:.1f} ms; lowest core share {result['lowest_core_share']:.2f}"
+    facts += _auto(result)
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     aligned = [
         [
@@ -553,6 +579,23 @@ def render(result: dict[str, Any], *, markdown: bool) -> str:
     rule = "|".join("-" * (width + 2) if i == 0 else "-" * (width + 1) + ":" for i, width in enumerate(widths))
     lines = [f"| {' | '.join(row)} |" for row in aligned]
     return "\n".join([f"### {title}", "", f"{facts[0].upper()}{facts[1:]}.", "", lines[0], f"|{rule}|", *lines[1:], ""])
+
+
+def _auto(result: dict[str, Any]) -> str:
+    """What `bucket_mb="auto"` measured and chose, and how it does against the best of the fixed sizes."""
+    if not result.get("auto"):
+        return ""
+    best = min((mode for mode in result["auto"]), key=lambda mode: result["modes"][mode]["median_ms"])
+    found = f'; "auto" ÷ {MODES[best]} {Interval(**result["auto"][best])}'
+    built = result["modes"][AUTO].get("built", {})
+    if "speeds" in built:
+        network, machine = built["speeds"]["network"], built["speeds"]["machine"]
+        sizes = " ".join(f"{nbytes / MIB:.2g}" for nbytes in built["buckets"])
+        found += (
+            f"; it measured {network['bandwidth'] * 8e-9:.2g} Gbit/s, {network['latency'] * 1e6:.0f} µs a message, "
+        )
+        found += f"{machine['flops'] * 1e-9:.0f} GFLOP/s, {machine['memory'] * 1e-9:.0f} GB/s; buckets of {sizes} MiB"
+    return found
 
 
 def settle_seconds(rate: str) -> float:
@@ -572,19 +615,24 @@ def measure_model(model: str, network: Network, scratch: Path, options: argparse
         start = {"rendezvous": str(scratch / "rendezvous"), "timeout": options.timeout}
         facts = ranks.ask("start", *each, **common, **start)[0]
         built = {}
-        for mode in options.modes:
-            answers = ranks.ask("build", mode=mode)
-            built[mode] = answers[0] | {"difference": max(a["difference"] for a in answers)}
-            _note(f"{model}: {mode} built and checked in {built[mode]['warm_up_s']:.1f} s")
+
+        def build_all(modes: Sequence[str]) -> None:
+            for mode in modes:
+                answers = ranks.ask("build", mode=mode)
+                built[mode] = answers[0] | {"difference": max(a["difference"] for a in answers)}
+                _note(f"{model}: {mode} built and checked in {built[mode]['warm_up_s']:.1f} s")
+
+        build_all([mode for mode in options.modes if mode != AUTO])
         for rate in options.rates:
             network.set_rate(rate)
+            build_all([mode for mode in options.modes if mode == AUTO])
             load = os.getloadavg()
             _note(f"{model}: measuring at rate {rate}")
             measured = ranks.ask("measure", rounds=options.rounds, settle_s=settle_seconds(rate))
             result = {"model": model, "rate": rate, **facts, "load_before": load, "load_after": os.getloadavg()}
             result |= summarise(measured, nbytes=facts["bytes"])
             for mode, row in result["modes"].items():
-                row["built"] = built[mode]
+                row["built"] = dict(built[mode])
             yield result
 
 

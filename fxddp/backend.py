@@ -1,11 +1,12 @@
 """The Dynamo backend: `torch.compile(model, backend=fxddp.backend(…))`."""
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,16 +21,18 @@ from .comm_hook import CommHook
 from .compiled import backend_of, listen, no_sync
 from .compiler import Compilation
 from .compression import Codec
-from .config import MIB, Settings, make_settings, split_options
+from .config import AUTO, FIRST_MB, MIB, USUAL_MB, Settings, make_settings, split_options
 from .decision import Decision
 from .group import Group, GroupLookup
 from .modules import Modules, owners
+from .passes.cost import Speeds
 from .passes.plan import BucketPlan
 from .plan_log import PlanLog
 from .registered import Registered
 from .replica import Replica
 from .sending import Outbox
 from .site import Site, inspect
+from .speeds import assumed, speeds_of
 from .stats import EventLog, Stats
 from .uncovered import Watch, refuse_subclass
 
@@ -70,8 +73,8 @@ class Backend:
 
     def __repr__(self) -> str:
         settings = self.settings
-        size = settings.cap / MIB
-        return f"<fxddp backend: buckets of {size:g} MiB, inner={settings.inner!r}, split={settings.split}>"
+        size = AUTO if settings.auto else f"{settings.cap / MIB:g} MiB"
+        return f"<fxddp backend: buckets of {size}, inner={settings.inner!r}, split={settings.split}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Backend":
         """A copied model shares the backend, which is bound to a group and tells models apart by their parameters."""
@@ -87,7 +90,7 @@ class Backend:
         options: Mapping[str, Any] | None = None,
         mode: str | None = None,
     ) -> Any:
-        """Compiles a Dynamo graph; called by `torch.compile`. Communicates nothing."""
+        """Compiles a Dynamo graph; called by `torch.compile`. Communicates nothing, but for Note [measuring]."""
         settings = self._settings_for(options, mode)
         for module in owners(gm):
             self.adopt(module)
@@ -99,13 +102,26 @@ class Backend:
         except RuntimeError:  # refused when the graph runs; compiling alone is allowed
             group = None
         name, size = (group.name, group.size) if group is not None else ("", 1)
-        compilation = Compilation(settings, found.trained, name, size)
+        speeds = self.speeds(group, found.trained.values()) if settings.auto else None
+        compilation = Compilation(settings, found.trained, name, size, speeds)
         graph = _compat.copy_graph(gm) if settings.keep_graphs else None
         compiled = compilation.compile(gm, inputs)
         site = Site(self, found, compilation, compiled, graph)
         self.sites.append(site)
         self.plan_log.tell(site)
         return site
+
+    def speeds(self, group: Group | None, trained: Iterable[Tensor]) -> Speeds:
+        """What `bucket_mb="auto"` plans with; a collective if a graph that trains is the first of its group.
+
+        Args:
+            group: None if there is none.
+            trained: the graph's parameters.
+        """
+        first = next(iter(trained), None)
+        if group is not None and first is not None and torch.is_grad_enabled():
+            return speeds_of(self, group, first)
+        return assumed("cpu" if first is None else first.device.type, 1 if group is None else group.size)
 
     def is_ignored(self, tensor: Any) -> bool:
         """Whether a tensor is to be left alone, neither sent nor averaged."""
@@ -280,9 +296,9 @@ class Backend:
 
 
 def backend(
-    bucket_mb: float = 25,
+    bucket_mb: float | str = USUAL_MB,
     *,
-    first_bucket_mb: float = 1,
+    first_bucket_mb: float = FIRST_MB,
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
     device_mesh: DeviceMesh | None = None,
     algorithm: str | None = None,
@@ -302,6 +318,8 @@ def backend(
 
     Args:
         bucket_mb: size of a bucket in MiB; gradients are all-reduced bucket by bucket, in the order they become ready.
+            "auto" chooses where each bucket ends from a model of the step (`passes/sizing.py`), for which the group's
+            network and the ranks' processors are measured once, together, right before first contact.
         first_bucket_mb: size of the first bucket in MiB; a small one starts the communication early.
         process_group: the group to average over; None for the default group. Without `torch.distributed` the model
             trains alone. Of several groups of the same ranks, buckets take the next one in turns (Li et al., "PyTorch

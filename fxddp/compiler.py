@@ -14,7 +14,9 @@ from . import _compat
 from .artifact import SplitBackward, loading
 from .config import Settings
 from .passes import pipeline
-from .passes.cost import Work, graph_work
+from .passes.cost import Speeds, Work, graph_work
+from .passes.plan import Bucket, GradSpec
+from .passes.sizing import choose_ends
 
 PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
 
@@ -25,10 +27,19 @@ class Compilation:
     Attributes:
         backward: the compiled backward, once there is one.
         forward_graph: the forward graph, if graphs are kept.
+        speeds: what the ends of buckets are chosen for; None if their sizes are given.
     """
 
-    def __init__(self, settings: Settings, parameters: Mapping[int, Tensor], group_name: str, group_size: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        parameters: Mapping[int, Tensor],
+        group_name: str,
+        group_size: int,
+        speeds: Speeds | None = None,
+    ) -> None:
         self._settings = settings
+        self.speeds = speeds
         self._parameters = _compat.stand_ins(parameters)  # compiled code outlives models
         self._group = (group_name, group_size)
         self._forward_outputs: tuple[Any, ...] = ()
@@ -90,6 +101,7 @@ class Compilation:
             cap=settings.cap,
             first_cap=settings.first_cap,
             caps=settings.caps,
+            choose=None if self.speeds is None else partial(choose_ends, speeds=self.speeds, sent=self._sent),
             wire=settings.wire,
             group_name=name,
             inputs=inputs,
@@ -113,6 +125,10 @@ class Compilation:
             backward.rewritten = rewritten
         return backward.announce()
 
+    def _sent(self, grad: GradSpec) -> int:
+        """Bytes that travel for a gradient."""
+        return self._settings.wire_bytes(Bucket(0, (grad,)), 1 if self.speeds is None else self._group[1])
+
     def _fingerprint(self) -> str:
         """What the backward depends on beyond the Dynamo graph: fxddp's code, settings, and who is a parameter."""
         settings = self._settings
@@ -124,6 +140,8 @@ class Compilation:
             settings.wire,
             settings.split,
             tuple(sorted(self._parameters)),
+            self.speeds,
+            None if self.speeds is None else str(settings.codec),
         )
         where = () if settings.split else self._group
         return hashlib.sha256(repr((parts, where)).encode()).hexdigest()

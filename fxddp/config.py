@@ -21,6 +21,8 @@ from .powersgd import PowerSGD
 from .transport import ALGORITHMS
 
 MIB = 1 << 20
+AUTO = "auto"
+USUAL_MB, FIRST_MB = 25.0, 1.0
 INNER_COMPILERS = ("inductor", "aot_eager")
 COMM_HOOKS = tuple(Cast.DTYPES)
 CODECS = (PowerSGD, Int8, Adaptive)
@@ -28,7 +30,11 @@ CODECS = (PowerSGD, Int8, Adaptive)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `fxddp.backend` was asked for; sizes in bytes. Without `compile_pieces` graphs are planned, not compiled."""
+    """What `fxddp.backend` was asked for; sizes in bytes.
+
+    Without `compile_pieces` graphs are planned, not compiled. With `auto` the buckets of graphs have other sizes than
+    `cap`, which is for what no graph packs.
+    """
 
     cap: int
     first_cap: int
@@ -48,6 +54,7 @@ class Settings:
     lanes: tuple[GroupReference, ...] = ()
     mesh: DeviceMesh | None = None
     caps: tuple[int, ...] = ()
+    auto: bool = False
     compile_pieces: bool = True
 
     @property
@@ -68,9 +75,9 @@ class Settings:
 
 
 def make_settings(
-    bucket_mb: float = 25,
+    bucket_mb: float | str = USUAL_MB,
     *,
-    first_bucket_mb: float = 1,
+    first_bucket_mb: float = FIRST_MB,
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
     device_mesh: DeviceMesh | None = None,
     algorithm: str | None = None,
@@ -115,6 +122,11 @@ def make_settings(
             f"split=False keeps the all-reduces inside one graph; {len(lanes) or 1} process_group(s) with "
             f"algorithm={algorithm!r} need split=True"
         )
+    auto = bucket_mb == AUTO
+    if auto and first_bucket_mb != FIRST_MB:
+        raise ValueError(
+            f"bucket_mb={AUTO!r} chooses the first bucket too: leave first_bucket_mb={first_bucket_mb} out"
+        )
     codec = _codec(comm_hook)
     if (lanes or algorithm != "all_reduce") and callable(comm_hook):
         raise ValueError(
@@ -124,7 +136,8 @@ def make_settings(
         comm_hook=None if codec is not None else comm_hook,  # type: ignore[arg-type]  # then it is callable
         codec=codec,
         optimizer=optimizer,
-        cap=_bytes("bucket_mb", bucket_mb),
+        cap=_bytes("bucket_mb", USUAL_MB if auto else bucket_mb),
+        auto=auto,
         first_cap=_bytes("first_bucket_mb", first_bucket_mb),
         process_group=group,
         lanes=lanes,
@@ -199,9 +212,10 @@ def _codec(comm_hook: Any) -> Codec | None:
     return None
 
 
-def _bytes(name: str, mib: float) -> int:
+def _bytes(name: str, mib: Any) -> int:
     if isinstance(mib, bool) or not isinstance(mib, (int, float)) or not math.isfinite(mib) or mib <= 0:
-        raise ValueError(f"{name} must be a positive, finite number of MiB, got {mib!r}")
+        allowed = f", or {AUTO!r}" if name == "bucket_mb" else ""
+        raise ValueError(f"{name} must be a positive, finite number of MiB{allowed}, got {mib!r}")
     return max(1, int(mib * MIB))
 
 
@@ -239,7 +253,7 @@ OWN_OPTIONS = (
     *(
         f.name
         for f in fields(Settings)
-        if f.name not in ("cap", "first_cap", "caps", "codec", "options", "compile_pieces")
+        if f.name not in ("cap", "first_cap", "caps", "auto", "codec", "options", "compile_pieces")
     ),
     "first_bucket_mb",
 )

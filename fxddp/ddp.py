@@ -71,7 +71,7 @@ class DistributedDataParallel(Members):
         init_sync: check shapes and send rank 0's parameters and buffers now. With False they are only checked, at the
             first training forward.
         process_group: the ranks; None for the default group. A list of groups: see `fxddp.backend`.
-        bucket_cap_mb: size of a bucket in MiB.
+        bucket_cap_mb: size of a bucket in MiB, or "auto"; see `fxddp.backend`.
         find_unused_parameters: ranks may use different parameters in one step.
         check_reduction: deprecated.
         gradient_as_bucket_view: see above.
@@ -111,7 +111,7 @@ class DistributedDataParallel(Members):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,

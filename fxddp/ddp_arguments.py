@@ -13,11 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from . import _compat
 from ._compat import data_parallel as stock
+from .config import AUTO, FIRST_MB, USUAL_MB
 from .module_backend import compiled_with_fxddp, wrapped_with_fxddp
 from .uncovered import refuse_subclass
-
-DEFAULT_MB = 25.0
-DEFAULT_FIRST_MB = 1.0
 
 
 def flags(**values: Any) -> None:
@@ -210,9 +208,7 @@ def _index(device: int | torch.device | str) -> int:
     return torch.accelerator.current_device_index() if index is None else index
 
 
-def bucket_sizes(
-    bucket_cap_mb: float | None, several: Sequence[float] | None, first: float | None
-) -> tuple[list[float], float]:
+def bucket_sizes(bucket_cap_mb: Any, several: Sequence[float] | None, first: float | None) -> tuple[list[Any], float]:
     """MiB of a usual bucket, followed by those of `bucket_cap_mb_list`; and of the first bucket."""
     if several:
         if bucket_cap_mb is not None or first is not None:
@@ -222,5 +218,7 @@ def bucket_sizes(
             )
         return [max(several), *several], max(several)
     if bucket_cap_mb is None:
-        return [DEFAULT_MB], DEFAULT_FIRST_MB if first is None else first
+        return [USUAL_MB], FIRST_MB if first is None else first
+    if bucket_cap_mb == AUTO:
+        return [AUTO], FIRST_MB if first is None else first
     return [bucket_cap_mb], bucket_cap_mb if first is None else first

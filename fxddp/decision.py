@@ -39,7 +39,8 @@ FORWARD = "a forward under join"
 CONTACT = "first contact"
 HOOKS = "the first use of a communication hook or an optimizer in backward"
 JOINED = "no more inputs"
-KINDS = (GRAPH, HOOK, END, BUFFERS, FORWARD, CONTACT, HOOKS, JOINED, INNER)
+MEASURE = 'the measurement of the network for bucket_mb="auto"'
+KINDS = (GRAPH, HOOK, END, BUFFERS, FORWARD, CONTACT, HOOKS, JOINED, INNER, MEASURE)
 ENDS = (INNER, END)
 
 
@@ -159,7 +160,7 @@ def decide(events: Sequence[Event], *, find_unused: bool, name: Callable[[int], 
     compare = any(event.kind in ENDS and event.details for event in active.values())
     active = {rank: event.bare for rank, event in active.items()}
     first = active[min(active)]
-    if joined and any(event.kind == CONTACT for event in active.values()):
+    if joined and any(event.kind in (CONTACT, MEASURE) for event in active.values()):
         raise Different(
             "parameters are met for the first time while a rank has run out of inputs already: run one step on all "
             "ranks before join"
@@ -234,6 +235,11 @@ EVALUATES = (
 def _difference(active: dict[int, Event], name: Callable[[int], str]) -> str:
     rank, first = next(iter(active.items()))
     other, event = next((other, event) for other, event in active.items() if event != first)
+    if event.kind != first.kind and MEASURE in (first.kind, event.kind):
+        return (
+            f"rank {rank} is at {_where(first, name)} while rank {other} is at {_where(event, name)}: give all ranks "
+            "the same bucket_mb, and compile the model's first training step on all of them"
+        )
     if event.kind != first.kind:
         return (
             f"rank {rank} is at {_where(first, name)} while rank {other} is at {_where(event, name)}: they took "

@@ -16,6 +16,7 @@ from torch import Tensor
 from . import _compat
 from .channel import Channel, Record
 from .decision import Decision
+from .passes.cost import Speeds
 
 if TYPE_CHECKING:
     from .agreement import Proposal
@@ -45,6 +46,7 @@ class Group:
         lines: where buckets go through stages; see Note [stages] in `transport.py`.
         unsettled: a bucket under way with collectives left to start; see Note [rounds] in `rounds.py`.
         taken_together: steps that all ranks took together, so that it is safe to expect the same of them again.
+        speeds: how fast its ranks compute and send, once that was measured.
         unconfirmed: what was announced and acted upon, before the other ranks' records were there.
         shadowed: (backend, kind, details) of what a rank without inputs has answered for models whose turn is to come.
     """
@@ -63,6 +65,7 @@ class Group:
         self.lines: weakref.WeakSet[Stages] = weakref.WeakSet()
         self.shadowed: list[tuple[int, str, Any]] = []
         self.unconfirmed: Proposal | None = None
+        self.speeds: Speeds | None = None
         self.taken_together: set[Record] = set()
         self._channel: Channel | None = None
         self._sum = dist.AllreduceOptions()

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from .channel import RanksDisagree
 from .compiler import source_digest
-from .config import MIB
+from .config import AUTO, MIB
 from .decision import BUFFERS, CONTACT, HOOKS, Event
 from .group import alive
 from .packing import packs
 from .passes.layout import contiguous_strides, gradient_strides
+from .speeds import speeds_of
 from .values import broadcast_values, send_before_forward
 
 if TYPE_CHECKING:
@@ -152,6 +153,8 @@ class Replica:
         kinds = [_kind_of(name, tensor) for name, tensor in fresh.values()]
         backend = self._backend()
         assert backend is not None
+        if backend.settings.auto:
+            speeds_of(backend, group, next(iter(fresh.values()))[1])
         self._agree([_common(backend.settings), kinds], group, _compare_contact)
         late: list[str] = []
         if send and group.size > 1:
@@ -234,7 +237,7 @@ def _common(settings: "Settings") -> dict[str, Any]:
     return {
         "the version of torch": torch.__version__.split("+")[0],
         "the version of fxddp": source_digest()[:12],
-        "bucket_mb": settings.cap / MIB,
+        "bucket_mb": AUTO if settings.auto else settings.cap / MIB,
         "first_bucket_mb": settings.first_cap / MIB,
         "find_unused_parameters": settings.find_unused_parameters,
         "static_graph": settings.static_graph,

@@ -24,6 +24,7 @@ in which they become ready. `GradSpec.ready` is a gradient's position in it: the
 - A plan describes the graph it was made from. A pass that moves gradients must run before planning.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -36,7 +37,14 @@ __all__ = ["plan_buckets"]
 Kind = tuple[torch.dtype, torch.device]  # what the gradients of one bucket have in common
 
 
-def plan_buckets(grads: Iterable[GradSpec], *, cap: int, first_cap: int, caps: tuple[int, ...] = ()) -> BucketPlan:
+def plan_buckets(
+    grads: Iterable[GradSpec],
+    *,
+    cap: int,
+    first_cap: int,
+    caps: tuple[int, ...] = (),
+    ends: frozenset[int] | None = None,
+) -> BucketPlan:
     """Packs gradients into buckets of at most `cap` bytes, in the order in which they become ready.
 
     Order is explained in Note [bucket order]. Each dtype on each device has one open bucket. A gradient joins the open
@@ -53,6 +61,8 @@ def plan_buckets(grads: Iterable[GradSpec], *, cap: int, first_cap: int, caps: t
 
     With `caps`, the limit is the first of these for the first bucket of each kind, the second for its second one, and
     so on; the last one for all others. A gradient larger than the limit of its turn is alone in that bucket.
+    With `ends` nothing is limited: a bucket is closed with each gradient whose output is one of them; `sizing.py` finds
+    such.
 
     The result depends on the gradients and the caps alone, not on the order in which the gradients come. O(n log n).
     """
@@ -69,7 +79,9 @@ def plan_buckets(grads: Iterable[GradSpec], *, cap: int, first_cap: int, caps: t
     used: defaultdict[Kind, int] = defaultdict(int)  # bytes in the open bucket
     full: defaultdict[Kind, int] = defaultdict(int)  # buckets closed so far
 
-    def limit(kind: Kind) -> int:
+    def limit(kind: Kind) -> float:
+        if ends is not None:
+            return math.inf
         if caps:
             return caps[min(full[kind], len(caps) - 1)]
         return cap if closed else first_cap
@@ -82,20 +94,21 @@ def plan_buckets(grads: Iterable[GradSpec], *, cap: int, first_cap: int, caps: t
     for grad in ordered:
         kind = grad.dtype, grad.device
         nbytes = grad.nbytes
-        if not caps and nbytes > cap:
+        if not caps and ends is None and nbytes > cap:
             closed.append([grad])
             continue
         if open_buckets[kind] and used[kind] + nbytes > limit(kind):
             close(kind)
         open_buckets[kind].append(grad)
         used[kind] += nbytes
-        if used[kind] > limit(kind):  # a single gradient: nothing may join it
+        # a single gradient larger than the limit: nothing may join it
+        if used[kind] > limit(kind) or (ends is not None and grad.output in ends):
             close(kind)
 
     closed.extend(open_buckets.values())
     closed.sort(key=lambda bucket: _place(bucket[-1]))
     buckets = tuple(Bucket(index, tuple(bucket)) for index, bucket in enumerate(closed))
-    return BucketPlan(buckets, cap=cap, first_cap=first_cap, caps=caps)
+    return BucketPlan(buckets, cap=cap, first_cap=first_cap, caps=caps, ends=ends)
 
 
 def _place(grad: GradSpec) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from torch import fx
 
 from .allreduce import is_collective, is_wait
 
-__all__ = ["Machine", "Network", "Size", "Work", "graph_work", "node_work", "symbol_values", "valued"]
+__all__ = ["Machine", "Network", "Size", "Speeds", "Work", "graph_work", "node_work", "symbol_values", "valued"]
 
 Size: TypeAlias = "int | sympy.Expr"
 """A number that may depend on dynamic sizes."""
@@ -83,6 +83,14 @@ class Network:
     def all_reduce(self, nbytes: Any) -> Any:
         """Seconds for a ring all-reduce of this many bytes."""
         return self.sent(nbytes) / self.bandwidth + self.delay
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a plan is made for: the processor of a rank, and the network between them."""
+
+    machine: Machine
+    network: Network
 
 
 def valued(size: Size, values: Mapping[Any, int], *, unknown: int = 1) -> int:

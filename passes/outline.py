@@ -5,7 +5,7 @@ to the nodes of the backward.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import fx
 
 from .cost import Work, graph_work, node_work, symbol_values
 from .gradients import graph_outputs
-from .plan import BucketPlan
+from .plan import GradSpec
 
 TORCH = str(Path(torch.__file__).parent)
 
@@ -74,19 +74,19 @@ class Outline:
     forward: Work = field(default_factory=Work)
 
 
-def outline(gm: fx.GraphModule, plan: BucketPlan) -> Outline:
+def outline(gm: fx.GraphModule, specs: Iterable[GradSpec]) -> Outline:
     """Looks at a backward graph before it is rewritten.
 
     Args:
         gm: the graph, as AOTAutograd made it.
-        plan: its buckets.
+        specs: its gradients.
     """
     costs = node_work(gm)
     results = graph_outputs(gm.graph)
     grads: dict[int, GradNote] = {}
     needed = Work()
     seen: set[fx.Node] = set()
-    for grad in sorted(plan.grads, key=lambda grad: (grad.ready, grad.output)):
+    for grad in sorted(specs, key=lambda grad: (grad.ready, grad.output)):
         stack = [results[grad.output]]
         while stack:
             node = stack.pop()

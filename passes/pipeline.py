@@ -15,7 +15,7 @@ from .compress import compress
 from .gradients import find_gradients
 from .layout import lay_out
 from .outline import Outline, outline, with_pieces
-from .plan import BucketPlan
+from .plan import BucketPlan, GradSpec
 from .schedule import schedule
 from .split import Program, bind_symbols, split
 from .verify import snapshot, verify, verify_program
@@ -57,6 +57,7 @@ def rewrite_backward(
     first_cap: int,
     group_name: str,
     caps: tuple[int, ...] = (),
+    choose: Callable[[Sequence[GradSpec], Outline], frozenset[int]] | None = None,
     wire: torch.dtype | None = None,
     inputs: Sequence[Any] | None = None,
     keep: bool = False,
@@ -71,6 +72,7 @@ def rewrite_backward(
         first_cap: size of the first bucket in bytes.
         group_name: the process group named in the collectives of the whole graph.
         caps: sizes of the buckets one by one, in bytes, in place of `cap` and `first_cap`.
+        choose: finds the gradients that end a bucket, in place of all sizes.
         wire: the dtype in which wider buckets travel, None for their own.
         inputs: the (fake) values that the graph will be called with, if they may differ from the traced ones.
         keep: keep the readable code after each pass.
@@ -95,8 +97,9 @@ def rewrite_backward(
     start = time.perf_counter()
     before = snapshot(gm)
     grads = find_gradients(gm, parameters=parameters, forward_outputs=forward_outputs)
-    plan = plan_buckets(grads, cap=cap, first_cap=first_cap, caps=caps)
-    told = outline(gm, plan)
+    told = outline(gm, grads)
+    ends = None if choose is None else choose(grads, told)
+    plan = plan_buckets(grads, cap=cap, first_cap=first_cap, caps=caps, ends=ends)
     record("plan", start)
     rewrites: list[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]] = [
         ("insert_allreduce", lambda g: insert_allreduce(g, plan=plan, group_name=group_name)),

@@ -93,6 +93,7 @@ class BucketPlan:
     cap: int  # bytes a bucket may hold
     first_cap: int  # bytes the first bucket to fill may hold, at most `cap`
     caps: tuple[int, ...] = ()  # if given, in place of both: bytes of each kind's first, second, … and further buckets
+    ends: frozenset[int] | None = None  # if given, in place of all: outputs that are the last in their bucket
 
     @property
     def grads(self) -> tuple[GradSpec, ...]:
@@ -128,7 +129,7 @@ def check_plan(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
     - Buckets: numbered 0, 1, ...; not empty; of one kind; in ready order inside; packed without gaps, each gradient
       filling exactly its own part.
     - Huge: a gradient larger than `cap` is alone in its bucket. What follows about the buckets of one kind leaves these
-      out. With `caps` no gradient is huge.
+      out. With `caps` or `ends` no gradient is huge.
     - Order: buckets follow the moment they are ready, which is their last gradient's place in ready order. The buckets
       of one kind, one after the other, hold that kind's gradients in ready order.
     - Caps: a bucket's limit is `cap`; only the *first bucket to fill* has the limit `first_cap`. That is the first
@@ -136,7 +137,8 @@ def check_plan(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
       huge gradient is ready before they do. Only a single gradient larger than the limit may exceed it. (So bucket 0
       always keeps to `first_cap`: whatever is ready before the first bucket to fill belongs to kinds that do not add
       up to more until then.) With `caps`, each kind's buckets have these limits, one after the other, and the last of
-      them from then on.
+      them from then on. With `ends` there are no limits: a bucket ends with each of these outputs, with the last
+      gradient of its kind, and nowhere else.
     - Greedy: no bucket could have taken one gradient more. For each bucket and the next one of its kind, the bytes of
       the one and of the other's first gradient add up to more than the limit of the one.
 
@@ -150,7 +152,10 @@ def check_plan(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
         assert bucket.index == position, f"bucket at position {position} has index {bucket.index}"
         _check_bucket(bucket)
     _check_order(plan)
-    _check_caps(plan, grads)
+    if plan.ends is None:
+        _check_caps(plan, grads)
+    else:
+        _check_ends(plan, plan.ends)
 
 
 def _place(grad: GradSpec) -> tuple[int, int]:
@@ -220,7 +225,7 @@ def _check_order(plan: BucketPlan) -> None:
 
 
 def _huge(plan: BucketPlan, bucket: "Bucket | GradSpec") -> bool:
-    return not plan.caps and bucket.nbytes > plan.cap
+    return not plan.caps and plan.ends is None and bucket.nbytes > plan.cap
 
 
 def _neighbours(plan: BucketPlan) -> list[tuple[Bucket, Bucket]]:
@@ -230,6 +235,15 @@ def _neighbours(plan: BucketPlan) -> list[tuple[Bucket, Bucket]]:
         if not _huge(plan, bucket):
             by_kind[bucket.dtype, bucket.device].append(bucket)
     return [pair for same in by_kind.values() for pair in itertools.pairwise(same)]
+
+
+def _check_ends(plan: BucketPlan, ends: frozenset[int]) -> None:
+    for bucket in plan.buckets:
+        early = [grad.output for grad in bucket.grads[:-1] if grad.output in ends]
+        assert not early, f"bucket {bucket.index} goes on after output {early[0]}, which is to end one"
+    for before, _ in _neighbours(plan):
+        last = before.grads[-1].output
+        assert last in ends, f"bucket {before.index} ends with output {last}, which is none of those that end one"
 
 
 def _check_caps(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
@@ -275,5 +289,6 @@ def _first_to_fill(plan: BucketPlan, grads: Sequence[GradSpec]) -> Bucket | None
         kind = grad.dtype, grad.device
         seen[kind] += grad.nbytes
         if seen[kind] > plan.first_cap:
-            return next(bucket for bucket in plan.buckets if (bucket.dtype, bucket.device) == kind)
+            alike = (bucket for bucket in plan.buckets if (bucket.dtype, bucket.device) == kind)
+            return next((bucket for bucket in alike if not _huge(plan, bucket)), None)
     return None

@@ -77,7 +77,7 @@ def test_public_names():
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    ({"bucket_mb": 0}, r"bucket_mb must be a positive, finite number of MiB, got 0"),
+    ({"bucket_mb": 0}, r"bucket_mb must be a positive, finite number of MiB, or 'auto', got 0"),
     ({"bucket_mb": -1.5}, r"bucket_mb .* got -1\.5"),
     ({"bucket_mb": float("inf")}, r"bucket_mb .* got inf"),
     ({"bucket_mb": float("nan")}, r"bucket_mb .* got nan"),

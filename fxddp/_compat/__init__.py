@@ -32,6 +32,7 @@ from .autograd import (
 from .compiling import (
     aot_compile,
     bypass_cache,
+    cache_folder,
     copy_graph,
     cudagraphs_enabled,
     dump_piece,
@@ -51,6 +52,7 @@ from .compiling import (
     mutated_inputs,
     output_code_class,
     output_descriptors,
+    real_tensors,
     saved_context,
     stand_ins,
 )
@@ -102,6 +104,7 @@ __all__ = [
     "aot_compile",
     "before_clipping",
     "bypass_cache",
+    "cache_folder",
     "compile_wrapper",
     "compiled_autograd_enabled",
     "compiled_node",
@@ -157,6 +160,7 @@ __all__ = [
     "profiling",
     "put_first",
     "queue_callback",
+    "real_tensors",
     "recompile_reason",
     "reduce_scatter",
     "restricted_to",

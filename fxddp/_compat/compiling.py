@@ -1,8 +1,9 @@
 """AOTAutograd and inductor: compiling forward and backward, and what their caches hold."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,6 +180,22 @@ def stand_ins(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
             position: torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
             for position, t in tensors.items()
         }
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Whatever is being traced around it, tensors made inside have data, and autograd is off."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.no_grad():
+        yield
+
+
+def cache_folder() -> Path:
+    """Where inductor keeps what it compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -18,13 +18,13 @@ from torch import nn
 from fxddp.backend import Backend, backend_of
 from fxddp.config import Settings, make_settings
 from fxddp.group import alive
-from fxddp.passes.cost import Machine, Network
+from fxddp.passes.cost import Machine, Network, Speeds
+from fxddp.speeds import BANDWIDTH, LATENCY, assumed
 
 from . import units
 from .dry import traced_on, try_forward
 from .gather import gather, name_of
-from .graphs import MACHINES
-from .report import Break, Bucket, Explanation, Gradient, Graph, Parameter, Pass, Piece, Size
+from .report import ASSUMED, GIVEN, MEASURED, Break, Bucket, Explanation, Gradient, Graph, Parameter, Pass, Piece, Size
 from .timeline import Span
 
 __all__ = [
@@ -41,14 +41,9 @@ __all__ = [
     "explain",
 ]
 
-BANDWIDTH = 100e9 / 8
-LATENCY = 10e-6
-"""What is assumed of a network that nobody described: one adapter of 100 Gbit/s, 10 µs for an empty message."""
-
-
 TRAVEL = ("process_group", "lanes", "mesh", "algorithm")
 FIELDS = {
-    "bucket_mb": ("cap",),
+    "bucket_mb": ("cap", "auto"),
     "first_bucket_mb": ("first_cap",),
     "mode": ("options",),
     "bucket_mb_list": ("caps",),
@@ -119,18 +114,19 @@ def explain(
         )
     model, trained = _plain(model_or_backend)
     settings = _changed(make_settings() if trained is None else trained.settings, backend_arguments)
-    tried = try_forward(model, inputs, kwargs or {}, settings, device=device, measure=measure)
     if world_size is None:
         world_size = _world_size(settings, trained)
+    known = _measured(trained)
+    machine, computes = _machine(_device_type(model, device), known, flops=flops, memory=memory_bandwidth)
+    network, sends = _network(world_size, known, bandwidth=bandwidth, latency=latency)
+    speeds = Speeds(machine, network or Network(1, BANDWIDTH, LATENCY))
+    tried = try_forward(model, inputs, kwargs or {}, settings, speeds, device=device, measure=measure)
     notes = []
     if device is not None and traced_on(device) != device and device.type != "meta":
         notes.append(
             f"this build of torch has no {device.type}: the graphs were traced with the operators of the CPU, where a "
             f"few of {device.type}'s differ"
         )
-    kind = _device_type(model, device)
-    machine, assumed = _machine(kind, flops=flops, memory=memory_bandwidth)
-    network, more = _network(world_size, bandwidth=bandwidth, latency=latency)
     return gather(
         tried.backend,
         model=name_of(model),
@@ -138,7 +134,7 @@ def explain(
         network=network,
         machine=machine,
         device=str(device) if device is not None and device.type != "meta" else None,
-        assumed=(*more, *(() if measure else assumed)),
+        origins={"network": sends, "machine": GIVEN if measure else computes},
         notes=notes,
         tried=tried,
         trained=trained,
@@ -152,16 +148,17 @@ def _explain_compiled(
     if world_size is None:
         group = backend.lookup()
         world_size = group.size if group is not None else None
-    known = [tensor.device.type for _, tensor in backend.known_tensors()]
-    computes, assumed = machine(known[0] if known else "cpu")
-    sends, more = network(world_size)
+    devices = [tensor.device.type for _, tensor in backend.known_tensors()]
+    known = _measured(backend)
+    figures, computes = machine(devices[0] if devices else "cpu", known)
+    link, sends = network(world_size, known)
     return gather(
         backend,
         model="fxddp" if isinstance(model, Backend) else name_of(_plain(model)[0]),
         settings=backend.settings,
-        network=sends,
-        machine=computes,
-        assumed=(*more, *assumed),
+        network=link,
+        machine=figures,
+        origins={"network": sends, "machine": computes},
         trained=backend,
     )
 
@@ -201,8 +198,16 @@ def _device_type(model: Any, device: torch.device | None) -> str:
     return "cpu" if first is None else first.device.type
 
 
-def _machine(kind: str, *, flops: float | None, memory: float | str | None) -> tuple[Machine, tuple[str, ...]]:
-    base = MACHINES.get(kind, MACHINES["cpu"])
+def _measured(backend: Backend | None) -> Speeds | None:
+    """What a backend's ranks measured, if they did."""
+    group = None if backend is None else backend.lookup()
+    return group.speeds if group is not None and group.size > 1 else None
+
+
+def _machine(
+    kind: str, known: Speeds | None, *, flops: float | None, memory: float | str | None
+) -> tuple[Machine, str]:
+    base = assumed(kind, 1).machine if known is None else known.machine
     if flops is not None and (not isinstance(flops, (int, float)) or not flops > 0):
         raise ValueError(f"flops must be a positive number of operations per second, got {flops!r}")
     machine = Machine(
@@ -210,14 +215,19 @@ def _machine(kind: str, *, flops: float | None, memory: float | str | None) -> t
         base.memory if memory is None else units.bandwidth(memory),
         base.launch,
     )
-    return machine, ("machine",) if flops is None and memory is None else ()
+    return machine, _origin(known, given=flops is not None or memory is not None)
 
 
 def _network(
-    world_size: int | None, *, bandwidth: float | str | None, latency: float | str | None
-) -> tuple[Network | None, tuple[str, ...]]:
-    wide = BANDWIDTH if bandwidth is None else units.bandwidth(bandwidth)
-    late = LATENCY if latency is None else units.seconds(latency)
+    world_size: int | None, known: Speeds | None, *, bandwidth: float | str | None, latency: float | str | None
+) -> tuple[Network | None, str]:
+    usual = assumed("cpu", 1).network if known is None else known.network
+    wide = usual.bandwidth if bandwidth is None else units.bandwidth(bandwidth)
+    late = usual.latency if latency is None else units.seconds(latency)
     if world_size is None:
-        return None, ()
-    return Network(world_size, wide, late), ("network",) if bandwidth is None else ()
+        return None, GIVEN
+    return Network(world_size, wide, late), _origin(known, given=bandwidth is not None)
+
+
+def _origin(known: Speeds | None, *, given: bool) -> str:
+    return GIVEN if given else ASSUMED if known is None else MEASURED

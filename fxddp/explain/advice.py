@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from fxddp.config import AUTO
+
 from .report import Explanation, Parameter
-from .units import duration, size
+from .units import duration, number, size
 
 WORTH = 0.02
 """Shares of a step below this are not worth a word."""
@@ -42,12 +44,12 @@ def _size(found: Explanation) -> Iterator[str]:
     current = next((each for each in found.sizes if each.bucket_mb == now), None)
     if current is None:
         return
-    best = min(found.sizes, key=lambda each: (each.exposed, abs(each.bucket_mb - now)))
+    best = min(found.sizes, key=lambda each: (each.exposed, each.buckets))
     gain = current.exposed - best.exposed
     if gain > WORTH * found.seconds:
         yield (
-            f"bucket_mb={best.bucket_mb:g} ({best.buckets} buckets) would expose {duration(best.exposed)} of sending "
-            f"instead of {duration(current.exposed)} with {now:g}: {gain / found.seconds:.0%} of the step"
+            f"bucket_mb={number(best.bucket_mb)} ({best.buckets} buckets) would expose {duration(best.exposed)} of "
+            f"sending instead of {duration(current.exposed)} with {number(now)}: {gain / found.seconds:.0%} of the step"
         )
 
 
@@ -59,6 +61,8 @@ def _first(found: Explanation) -> Iterator[str]:
     ranked = sorted(first.gradients, key=lambda gradient: gradient.before)
     last = ranked[-1]
     if last.before < 0.3 or len(graph.buckets) < 2:
+        return
+    if found.settings["bucket_mb"] == AUTO:
         return
     earlier = f"; without it, it could leave after {ranked[-2].before:.0%}" if len(ranked) > 1 else ""
     yield (

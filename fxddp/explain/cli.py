@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxddp.config import AUTO
+
 from . import explain, units
 from .compare import compare, figures
 from .report import Explanation
@@ -97,10 +99,10 @@ def _parser(*, compares: bool) -> argparse.ArgumentParser:
     target = "package.module:name or file.py:name: a model, or what makes one when called"
     if compares:
         parser.add_argument("target", nargs="+", help=f"{target}; or two saved reports (.json or .html)")
-        parser.add_argument("--bucket-mb", type=float, nargs=2, default=[5, 25], help="two bucket sizes in MiB")
+        parser.add_argument("--bucket-mb", type=_mib, nargs=2, default=[5, 25], help="two bucket sizes in MiB, or auto")
     else:
         parser.add_argument("target", help=target)
-        parser.add_argument("--bucket-mb", type=float, default=25, help="size of a bucket in MiB")
+        parser.add_argument("--bucket-mb", type=_mib, default=25, help="size of a bucket in MiB, or auto")
         parser.add_argument("--html", type=Path, help="write the report as one page")
         parser.add_argument("--trace", type=Path, help="write the step as a Chrome trace")
         parser.add_argument("--measure", action="store_true", help="run the model and measure it")
@@ -165,7 +167,13 @@ def _write(save: Callable[[Path], None], path: Path) -> None:
         raise Wrong(f"{path}: {error.strerror}") from None
 
 
-def _report(options: argparse.Namespace, bucket_mb: float, *, measure: bool = False) -> Explanation:
+def _mib(text: str) -> float | str:
+    with contextlib.suppress(ValueError):
+        return text if text == AUTO else float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}")
+
+
+def _report(options: argparse.Namespace, bucket_mb: float | str, *, measure: bool = False) -> Explanation:
     for name, read in (
         ("bandwidth", units.bandwidth),
         ("memory_bandwidth", units.bandwidth),
@@ -201,7 +209,7 @@ def _report(options: argparse.Namespace, bucket_mb: float, *, measure: bool = Fa
         device=None if measure else options.device,
         measure=measure,
         bucket_mb=bucket_mb,
-        first_bucket_mb=options.first_bucket_mb,
+        **({} if bucket_mb == AUTO else {"first_bucket_mb": options.first_bucket_mb}),
         inner=options.inner,
     )
 

@@ -88,7 +88,8 @@ def _plain(value: object) -> str:
 
 def _title(found: Explanation) -> str:
     ranks = f" ×{found.world_size}" if found.world_size else ""
-    return f"{found.model}{ranks}, {found.settings.get('bucket_mb', 0):g} MiB"
+    mib = found.settings.get("bucket_mb", 0)
+    return f"{found.model}{ranks}, {mib if isinstance(mib, str) else f'{mib:g} MiB'}"
 
 
 def _moved(before: Explanation, after: Explanation) -> list[str]:

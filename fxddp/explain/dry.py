@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from fxddp import _compat
 from fxddp.backend import Backend
 from fxddp.config import Settings
+from fxddp.passes.cost import Speeds
 
 REPEATS = 5
 
@@ -46,7 +47,7 @@ class Tried:
 class DryBackend(Backend):
     """A backend that plans and keeps graphs but answers for no parameter and talks to nobody."""
 
-    def __init__(self, settings: Settings, *, measure: bool = False) -> None:
+    def __init__(self, settings: Settings, speeds: Speeds, *, measure: bool = False) -> None:
         planned = replace(
             settings, keep_graphs=True, compile_pieces=measure, split=True, comm_hook=None, optimizer=None
         )
@@ -54,6 +55,11 @@ class DryBackend(Backend):
         self.lookup = lambda: None  # type: ignore[assignment]
         self.times: dict[tuple[str, int, int], list[float]] = {}
         self._measure = measure
+        self._speeds = speeds
+
+    def speeds(self, group: object, trained: object) -> Speeds:
+        """As it was told."""
+        return self._speeds
 
     def adopt(self, module: nn.Module) -> None:
         """Only takes names from it."""
@@ -91,6 +97,7 @@ def try_forward(
     inputs: Sequence[Any],
     kwargs: Mapping[str, Any],
     settings: Settings,
+    speeds: Speeds,
     *,
     device: torch.device | None,
     measure: bool,
@@ -102,6 +109,7 @@ def try_forward(
         inputs: positional arguments of its forward.
         kwargs: keyword arguments.
         settings: of the backend.
+        speeds: what `bucket_mb="auto"` plans with.
         device: trace as if everything were there; None: as it is.
         measure: run forward and backward several times.
 
@@ -120,7 +128,7 @@ def try_forward(
         _refuse_untraceable(tensors)
         around = _compat.fake_mode(tensors)
         model, inputs, kwargs = _as_fake(model, inputs, kwargs, around, traced_on(device or torch.device("cpu")))
-    backend = DryBackend(settings, measure=measure)
+    backend = DryBackend(settings, speeds, measure=measure)
     buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
     with around:
         before = {name: buffer.detach().clone() for name, buffer in buffers.items()}

@@ -5,7 +5,7 @@ graphs       one compiled graph as data      times        when buckets travel
 breaks       where graphs end early
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from fxddp.backend import Backend
-from fxddp.config import MIB, Settings
-from fxddp.passes.cost import Machine, Network
+from fxddp.config import AUTO, MIB, Settings
+from fxddp.passes.cost import Machine, Network, Speeds
 
 from . import advice
 from .breaks import breaks_of
 from .dry import Tried
 from .graphs import View, graph_at
 from .parameters import parameters_of
-from .report import Explanation
+from .report import ASSUMED, MEASURED, Explanation
 from .sending import Sending, numbered, runs_of, unmodelled
 from .timeline import simulate
 from .times import gradients, other_sizes, recorded_spans, steps, superseded, timed, unlike_the_last
@@ -35,7 +35,7 @@ def gather(
     network: Network | None,
     machine: Machine,
     device: str | None = None,
-    assumed: Sequence[str] = (),
+    origins: Mapping[str, str],
     notes: Sequence[str] = (),
     tried: Tried | None = None,
     trained: Backend | None = None,
@@ -49,7 +49,7 @@ def gather(
         network: what to predict all-reduces with.
         machine: what to predict computation with.
         device: report this device in place of the one that was traced on.
-        assumed: figures that nobody gave.
+        origins: where the figures of "machine" and "network" come from.
         notes: what to keep in mind.
         tried: what a dry run showed; None for a backend that trains.
         trained: the backend that trains the model, if one does.
@@ -68,6 +68,7 @@ def gather(
     recorded = recorded_spans(backend, sites, graphs)
     graphs = [timed(graph, spans, recorded) for graph in graphs]
     known = [gradients(site, machine, graph) for site, graph in zip(sites, graphs, strict=True)]
+    speeds = None if network is None else Speeds(machine, network)
     found = Explanation(
         model=model,
         graphs=tuple(graphs),
@@ -76,11 +77,12 @@ def gather(
         machine=machine,
         network=network,
         device=device or (graphs[0].buckets[0].device if graphs and graphs[0].buckets else "cpu"),
-        assumed=tuple(assumed),
+        assumed=tuple(name for name, origin in origins.items() if origin == ASSUMED),
+        measured=tuple(name for name, origin in origins.items() if origin == MEASURED),
         breaks=tuple(breaks),
         timeline=spans,
         recorded=recorded,
-        sizes=other_sizes(known, network, view.sending, late),
+        sizes=other_sizes(sites, known, speeds, view.sending, late),
         notes=(*notes, *unmodelled(settings, view.sending), *unlike_the_last(backend, sites, len(replaced))),
         versions={"fxddp": _version(), "torch": torch.__version__},
     )
@@ -98,8 +100,8 @@ def _described(settings: Settings, sending: Sending) -> dict[str, Any]:
     inner = settings.inner if isinstance(settings.inner, str) else getattr(settings.inner, "__name__", "a callable")
     mesh = settings.mesh
     return {
-        "bucket_mb": settings.cap / MIB,
-        "first_bucket_mb": min(settings.first_cap, settings.cap) / MIB,
+        "bucket_mb": AUTO if settings.auto else settings.cap / MIB,
+        "first_bucket_mb": AUTO if settings.auto else min(settings.first_cap, settings.cap) / MIB,
         "inner": inner,
         "split": settings.split,
         "find_unused_parameters": settings.find_unused_parameters,

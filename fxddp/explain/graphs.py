@@ -12,6 +12,7 @@ from fxddp.passes.outline import Outline
 from fxddp.passes.plan import Bucket as Planned
 from fxddp.passes.plan import GradSpec
 from fxddp.site import Site
+from fxddp.speeds import assumed
 
 from .breaks import break_of
 from .diff import changes
@@ -19,18 +20,12 @@ from .dry import Tried
 from .report import Bucket, Gradient, Graph, Pass, Piece
 from .sending import Sending, runs_of
 
-MACHINES = {
-    "cpu": Machine(flops=1e11, memory=2e10, launch=2e-6),
-    "cuda": Machine(flops=1e14, memory=2e12, launch=4e-6),
-}
-"""What is assumed of a device that nobody described: a few cores of a server; a data centre GPU with tensor cores."""
-
 
 def graph_of(site: Site) -> Graph:
     """What is told of one graph, on its own; times are those of an assumed machine."""
     backend = site.backend
     sending = Sending(backend.settings, runs=runs_of(backend.settings, backend))
-    return graph_at(0, site, View(MACHINES["cpu"], None, None, sending))
+    return graph_at(0, site, View(assumed("cpu", 1).machine, None, None, sending))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ from . import timeline
 from .timeline import Span
 
 SCHEMA = 1
+GIVEN, ASSUMED, MEASURED = "given", "assumed", "measured"
+"""Where the figures of a machine or a network come from: the caller, nobody, or the ranks, for `bucket_mb="auto"`."""
+
 CODE = ("code", "diff", "dynamo", "forward", "backward")
 T = TypeVar("T")
 
@@ -213,9 +216,9 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What another size of the buckets would give: how many there are, and predicted seconds of exposed sending."""
+    """What another `bucket_mb` would give: how many buckets there are, and predicted seconds of exposed sending."""
 
-    bucket_mb: float
+    bucket_mb: float | str
     buckets: int
     exposed: float
 
@@ -233,6 +236,7 @@ class Explanation:
         network: what all-reduce times are predicted with; None without ranks.
         device: of the model, or that it was explained for.
         assumed: which of the figures of machine and network nobody gave.
+        measured: which of them the ranks measured, for `bucket_mb="auto"`.
         breaks: where Dynamo ended graphs early.
         timeline: the predicted step; with `measure=True` its computation is measured.
         recorded: the last backward that really ran, if one has.
@@ -250,6 +254,7 @@ class Explanation:
     network: Network | None = None
     device: str = "cpu"
     assumed: tuple[str, ...] = ()
+    measured: tuple[str, ...] = ()
     breaks: tuple[Break, ...] = ()
     timeline: tuple[Span, ...] = ()
     recorded: tuple[Span, ...] = ()

@@ -4,8 +4,10 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
+from fxddp.config import AUTO
+
 from .report import Bucket, Explanation, Graph, Parameter
-from .units import duration, rate, size
+from .units import duration, number, rate, size
 
 ROWS = 24
 NAMES = 6
@@ -38,8 +40,7 @@ def _head(found: Explanation) -> Iterator[str]:
     graphs = f"{len(found.graphs)} graph{'s' * (len(found.graphs) != 1)} with a backward"
     yield f"{found.model}{ranks}: {graphs}, {len(found.buckets)} buckets, {size(found.nbytes)} of gradients"
     yield (
-        f"buckets of {settings['bucket_mb']:g} MiB (the first of {settings['first_bucket_mb']:g} MiB), "
-        f"inner={settings['inner']}, {'split' if settings['split'] else 'unsplit'}, {found.device}"
+        f"{_buckets(found)}, inner={settings['inner']}, {'split' if settings['split'] else 'unsplit'}, {found.device}"
     )
     yield from _travel(found)
     if found.network is None:
@@ -65,6 +66,14 @@ def _head(found: Explanation) -> Iterator[str]:
     )
 
 
+def _buckets(found: Explanation) -> str:
+    settings = found.settings
+    if settings["bucket_mb"] != AUTO:
+        return f"buckets of {settings['bucket_mb']:g} MiB (the first of {settings['first_bucket_mb']:g} MiB)"
+    sizes = sorted(bucket.nbytes for bucket in found.buckets) or [0]
+    return f'buckets of {size(sizes[0])} to {size(sizes[-1])}, chosen by bucket_mb="auto"'
+
+
 def _travel(found: Explanation) -> Iterator[str]:
     """What becomes of buckets, where that is more than an all-reduce of the gradients."""
     settings = found.settings
@@ -85,7 +94,9 @@ def _travel(found: Explanation) -> Iterator[str]:
 
 
 def _assumed(found: Explanation, what: str) -> str:
-    return " (assumed)" if what in found.assumed else ""
+    return (
+        f" ({'assumed' if what in found.assumed else 'measured'})" if what in (*found.assumed, *found.measured) else ""
+    )
 
 
 def graph_lines(graph: Graph) -> Iterator[str]:
@@ -185,7 +196,7 @@ def _sizes(found: Explanation) -> Iterator[str]:
     yield "bucket_mb and the sending it would expose:"
     now = found.settings["bucket_mb"]
     cells = [
-        f"{'▸' * (each.bucket_mb == now)}{each.bucket_mb:g}: {duration(each.exposed)} ({each.buckets})"
+        f"{'▸' * (each.bucket_mb == now)}{number(each.bucket_mb)}: {duration(each.exposed)} ({each.buckets})"
         for each in found.sizes
     ]
     for start in range(0, len(cells), 5):

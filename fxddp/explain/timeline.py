@@ -10,9 +10,8 @@ launched; whatever runs after the last piece is *exposed*: the step is longer fo
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fxddp.passes.bucketing import plan_buckets
 from fxddp.passes.cost import Network
-from fxddp.passes.plan import Bucket, GradSpec
+from fxddp.passes.plan import Bucket, BucketPlan, GradSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,33 +108,26 @@ class Gradients:
 
 def exposed_with(
     graphs: Sequence[Gradients],
+    plans: Sequence[BucketPlan],
     network: Network,
-    cap: int,
-    first_cap: int,
     wire_bytes: Callable[[Bucket], int],
     *,
     rest: float = 0.0,
 ) -> float:
-    """Seconds of communication that no computation hides, were the buckets of another size.
+    """Seconds of communication that no computation hides, were the gradients packed otherwise.
 
     Args:
         graphs: in the order of their forwards.
+        plans: of each.
         network: what sends them.
-        cap: size of a bucket in bytes.
-        first_cap: size of the first bucket in bytes.
         wire_bytes: that travel for a bucket.
         rest: seconds that the network is busy after the last bucket.
     """
     now = free = 0.0
-    for graph in reversed(graphs):
+    for graph, plan in reversed(list(zip(graphs, plans, strict=True))):
         when = dict(zip((grad.output for grad in graph.grads), graph.ready, strict=True))
-        for bucket in plan_buckets(graph.grads, cap=cap, first_cap=min(first_cap, cap)).buckets:
+        for bucket in plan.buckets:
             launched = now + max(when[grad.output] for grad in bucket.grads)
             free = max(free, launched) + network.all_reduce(wire_bytes(bucket))
         now += graph.total
     return max(0.0, free - now) + rest
-
-
-def count_with(graphs: Sequence[Gradients], cap: int, first_cap: int) -> int:
-    """How many buckets of this size there would be."""
-    return sum(len(plan_buckets(g.grads, cap=cap, first_cap=min(first_cap, cap)).buckets) for g in graphs)

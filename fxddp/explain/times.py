@@ -7,8 +7,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from fxddp.backend import Backend
-from fxddp.config import MIB
-from fxddp.passes.cost import Machine, Network
+from fxddp.config import AUTO, MIB
+from fxddp.passes.bucketing import plan_buckets
+from fxddp.passes.cost import Machine, Speeds
+from fxddp.passes.outline import Outline
+from fxddp.passes.plan import Bucket, BucketPlan, GradSpec
+from fxddp.passes.sizing import choose_ends
 from fxddp.site import Site
 from fxddp.stats import BackwardRecord
 
@@ -59,28 +63,49 @@ def timed(graph: Graph, spans: Sequence[Span], recorded: Sequence[Span]) -> Grap
 
 def gradients(site: Site, machine: Machine, graph: Graph) -> Gradients:
     """What other plans need of a graph."""
-    backward = site.compilation.backward
-    assert backward is not None and backward.outline is not None
-    share = shares(backward.outline, machine)
-    grads = backward.program.plan.grads
+    plan, outline = _planned(site)
+    share, grads = shares(outline, machine), plan.grads
     return Gradients(grads, tuple(share(grad) * graph.seconds for grad in grads), graph.seconds)
 
 
 def other_sizes(
-    graphs: Sequence[Gradients], network: Network | None, sending: Sending, late: Sequence[Tensor]
+    sites: Sequence[Site], graphs: Sequence[Gradients], speeds: Speeds | None, sending: Sending, late: Sequence[Tensor]
 ) -> tuple[Size, ...]:
     """What buckets of other sizes would give; nothing where their sizes are given one by one."""
     settings = sending.settings
-    if network is None or settings.caps or not any(graph.grads for graph in graphs):
+    if speeds is None or settings.caps or not any(graph.grads for graph in graphs):
         return ()
-    found = []
-    for mib in sorted({*TRIED_SIZES, settings.cap / MIB}):
-        cap = int(mib * MIB)
+    network = speeds.network
+
+    def size(mib: float | str, plans: Sequence[BucketPlan], cap: int) -> Size:
         rest = sum(map(network.all_reduce, sending.late(late, cap)))
-        count = timeline.count_with(graphs, cap, settings.first_cap)
-        hidden = timeline.exposed_with(graphs, network, cap, settings.first_cap, sending.wire_bytes, rest=rest)
-        found.append(Size(mib, count, hidden))
+        exposed = timeline.exposed_with(graphs, plans, network, sending.wire_bytes, rest=rest)
+        return Size(mib, sum(len(plan.buckets) for plan in plans), exposed)
+
+    auto = [_planned(site)[0] if settings.auto else _auto(site, speeds, sending) for site in sites]
+    found = [size(AUTO, auto, settings.cap)]
+    for mib in sorted({*TRIED_SIZES, *(() if settings.auto else (settings.cap / MIB,))}):
+        cap = int(mib * MIB)
+        first = min(settings.first_cap, cap)
+        found.append(size(mib, [plan_buckets(graph.grads, cap=cap, first_cap=first) for graph in graphs], cap))
     return tuple(found)
+
+
+def _auto(site: Site, speeds: Speeds, sending: Sending) -> BucketPlan:
+    """The plan that `bucket_mb="auto"` would make."""
+    plan, outline = _planned(site)
+
+    def sent(grad: GradSpec) -> int:
+        return sending.wire_bytes(Bucket(0, (grad,)))
+
+    ends = choose_ends(plan.grads, outline, speeds=speeds, sent=sent)
+    return plan_buckets(plan.grads, cap=plan.cap, first_cap=plan.first_cap, ends=ends)
+
+
+def _planned(site: Site) -> tuple[BucketPlan, Outline]:
+    backward = site.compilation.backward
+    assert backward is not None and backward.outline is not None
+    return backward.program.plan, backward.outline
 
 
 def superseded(backend: Backend, sites: Sequence[Site]) -> list[Site]:

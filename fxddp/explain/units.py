@@ -15,6 +15,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def number(value: float | str) -> str:
+    """`2.5`, and "auto" in quotes."""
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}"
+
+
 def duration(seconds: float | None) -> str:
     """`1.25 ms`; a dash for what is not known."""
     if seconds is None:

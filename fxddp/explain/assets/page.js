@@ -35,6 +35,12 @@ function make(tag, attributes = {}, ...children) {
 
 const digits = (value, n) => Number(value.toPrecision(n)).toString();
 
+const mib = (value) => (typeof value === "string" ? value : `${digits(value, 4)} MiB`);
+const sized = (settings) => {
+  const first = settings.first_bucket_mb;
+  return typeof first === "string" ? "sizes of buckets chosen" : `buckets of ${mib(settings.bucket_mb)}, the first of ${mib(first)}`;
+};
+
 function size(bytes) {
   for (const [unit, factor] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]])
     if (bytes >= factor) return `${digits(bytes / factor, 4)} ${unit}`;
@@ -69,8 +75,8 @@ function head() {
   $("title").textContent = network ? `${report.model} on ${plural(network.world_size, "rank")}` : report.model;
   const settings = report.settings;
   $("subtitle").textContent =
-    `${plural(report.graphs.length, "compiled graph")} · buckets of ${digits(settings.bucket_mb, 4)} MiB, the first of ` +
-    `${digits(settings.first_bucket_mb, 4)} MiB · ${report.device} · fxddp ${report.versions.fxddp}, torch ${report.versions.torch}`;
+    `${plural(report.graphs.length, "compiled graph")} · ${sized(settings)} · ` +
+    `${report.device} · fxddp ${report.versions.fxddp}, torch ${report.versions.torch}`;
   const spans = report.timeline;
   const step = end(spans), computed = computing(spans);
   const sending = sum(spans.filter((s) => s.lane === "network").map((s) => s.end - s.start));
@@ -328,7 +334,7 @@ function sizes() {
   const box = make("div", { class: "sizes" });
   for (const each of report.sizes) {
     const now = each.bucket_mb === report.settings.bucket_mb ? "now" : "";
-    box.append(make("span", { class: `n ${now}` }, `${digits(each.bucket_mb, 3)} MiB`), make("span", { class: "soft" }, plural(each.buckets, "bucket")),
+    box.append(make("span", { class: `n ${now}` }, mib(each.bucket_mb)), make("span", { class: "soft" }, plural(each.buckets, "bucket")),
       make("span", { class: `meter ${now}`, style: `width: ${(100 * each.exposed) / most}%` }), make("span", { class: `n ${now}` }, duration(each.exposed)));
   }
   $("sizes").append(box, make("p", {}, "predicted sending that no computation would hide"));

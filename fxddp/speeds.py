@@ -1,0 +1,167 @@
+"""How fast ranks compute and send, for `bucket_mb="auto"`: measured once for a process group, the same on all ranks.
+
+Note [measuring]: a plan is needed when a backward is compiled, and nothing is sent while compiling, for ranks compile
+at different times or not at all. There is one exception: each rank compiles its first graph that trains, or wraps a
+module, on the way to first contact (`replica.py`), which waits for all ranks in any case. So the measurement is the
+step before first contact, announced like every other (`agreement.py`): a rank that comes with something else is named,
+and no collective is mismatched. What is compiled later uses what is there.
+
+All ranks draw the same figures from what all of them measured: an all-reduce takes as long as on the slowest rank, and
+the slowest processor counts. They go into the key of the compile caches, so a second process must not come to slightly
+others: rank 0 keeps them in the folder of these caches, and what it measures later counts only if it is another
+network or machine (`ALIKE`).
+"""
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from . import _compat
+from .decision import MEASURE, Event
+from .passes.cost import Machine, Network, Speeds
+
+if TYPE_CHECKING:
+    from .backend import Backend
+    from .group import Group
+
+MACHINES = {
+    "cpu": Machine(flops=1e11, memory=2e10, launch=2e-6),
+    "cuda": Machine(flops=1e14, memory=2e12, launch=4e-6),
+}
+"""What is assumed of a device that nobody described: a few cores of a server; a data centre GPU with tensor cores."""
+
+BANDWIDTH = 100e9 / 8
+LATENCY = 10e-6
+"""What is assumed of a network that nobody described: one adapter of 100 Gbit/s, 10 µs for an empty message."""
+
+SMALL = 64
+LARGE = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
+"""Bytes of the all-reduces that are timed. Bandwidth is the slope between the last two: shaped links let a burst by."""
+
+BUDGET = 0.1
+"""Seconds: a larger all-reduce is tried if two of it will probably take less."""
+
+ALIKE = {"latency": 2.0, "bandwidth": 1.3, "flops": 1.3, "memory": 1.3}
+"""Factors up to which a figure that was measured again counts as the same."""
+
+WORKLOADS = {"cpu": (512, 16 << 20), "cuda": (4096, 256 << 20)}
+"""Rows of the square matrices that are multiplied, and bytes that are copied, to measure a processor."""
+
+WHAT = "measure the network"
+
+
+def assumed(kind: str, world_size: int) -> Speeds:
+    """For a device and a network that nobody measured."""
+    return Speeds(MACHINES.get(kind, MACHINES["cpu"]), Network(world_size, BANDWIDTH, LATENCY))
+
+
+def speeds_of(backend: "Backend", group: "Group", tensor: torch.Tensor) -> Speeds:
+    """Those of a group; a collective the first time. See Note [measuring].
+
+    Args:
+        backend: announces the measurement.
+        group: the ranks.
+        tensor: a parameter, for its device and dtype.
+
+    Raises:
+        RanksDisagree: another rank is at another step.
+    """
+    if group.speeds is None and group.size == 1:
+        group.speeds = assumed(tensor.device.type, 1)
+    if group.speeds is None:
+        backend.agreement.announce(Event(MEASURE), group).decision()
+        with _compat.real_tensors():
+            group.speeds = _measure(group, tensor.device, tensor.dtype)
+    return group.speeds
+
+
+def _measure(group: "Group", device: torch.device, dtype: torch.dtype) -> Speeds:
+    latency, bandwidth = _network(group, device)
+    flops, memory = _machine(device, dtype)
+    key = (dist.get_process_group_ranks(group.process_group), group.backend_name, device.type, str(dtype))
+    file = _compat.cache_folder() / f"fxddp-speeds-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
+    mine = {"latency": latency, "bandwidth": bandwidth, "flops": flops, "memory": memory}
+    told = group.channel.gather([mine, _read(file) if group.rank == 0 else None], lambda: WHAT)
+    worst = {name: (max if name == "latency" else min)(figures[name] for figures, _ in told) for name in mine}
+    found = {name: float(f"{value:.2g}") for name, value in worst.items()}
+    kept = told[0][1]
+    if kept is not None and all(1 / most <= kept[name] / found[name] <= most for name, most in ALIKE.items()):
+        found = kept
+    elif group.rank == 0:
+        _write(file, found)
+    launch = assumed(device.type, group.size).machine.launch
+    return Speeds(
+        Machine(found["flops"], found["memory"], launch), Network(group.size, found["bandwidth"], found["latency"])
+    )
+
+
+def _network(group: "Group", device: torch.device) -> tuple[float, float]:
+    """Seconds for an empty message, and bytes per second. All ranks stop at the same size."""
+    sent = Network(group.size, 1.0, 0.0).sent
+
+    def timed(nbytes: int, times: int) -> list[float]:
+        flat = torch.zeros(nbytes // 4, device=device)
+        return _timed(lambda: group.wait(group.all_reduce(flat), lambda: WHAT), times, device)
+
+    timed(SMALL, 2)  # the first one may open connections
+    sizes, times = [SMALL], [max(group.channel.gather(min(timed(SMALL, 20)), lambda: WHAT))]
+    for nbytes in LARGE:
+        sizes.append(nbytes)
+        times.append(max(group.channel.gather(min(timed(nbytes, 2)), lambda: WHAT)))
+        if 2 * 4 * times[-1] > BUDGET:
+            break
+    seconds, nbytes = times[-1] - times[-2], sent(sizes[-1] - sizes[-2])
+    if seconds <= 0:
+        seconds, nbytes = times[-1], sent(sizes[-1])
+    return times[0] / (2 * (group.size - 1)), nbytes / seconds
+
+
+def _machine(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Floating point operations per second in matrix products, and bytes per second of memory, of this rank."""
+    rows, nbytes = WORKLOADS.get(device.type, WORKLOADS["cpu"])
+    matrix = torch.ones(rows, rows, device=device, dtype=dtype if dtype.is_floating_point else torch.float32)
+    source, target = torch.zeros(2, nbytes // 4, device=device)
+    product = min(_timed(lambda: matrix @ matrix, 4, device))
+    copy = min(_timed(lambda: target.copy_(source), 4, device))
+    return 2 * rows**3 / product, 2 * nbytes / copy
+
+
+def _timed(action: Callable[[], Any], times: int, device: torch.device) -> list[float]:
+    found = []
+    for _ in range(times):
+        _synchronize(device)
+        begin = time.perf_counter()
+        action()
+        _synchronize(device)
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _read(file: Path) -> dict[str, float] | None:
+    """What was measured by an earlier process, if it can be read."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        found = json.loads(file.read_text())
+        kept = {name: float(found[name]) for name in ALIKE}
+        return kept if min(kept.values()) > 0 else None
+    return None
+
+
+def _write(file: Path, found: dict[str, float]) -> None:
+    """At once or not at all: other processes may share the folder."""
+    with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
+        part.write(json.dumps(found))
+        part.close()
+        Path(part.name).replace(file)

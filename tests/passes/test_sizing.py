@@ -1,0 +1,222 @@
+"""`fxddp.passes.sizing`: where buckets end with `bucket_mb="auto"`, judged by a step simulated gradient by gradient."""
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+
+import pytest
+import sympy
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxddp.passes.bucketing import plan_buckets
+from fxddp.passes.cost import Machine, Network, Speeds, Work
+from fxddp.passes.outline import GradNote, Outline
+from fxddp.passes.plan import Bucket, BucketPlan, GradSpec, check_plan
+from fxddp.passes.sizing import Stretch, choose_ends, equal_size
+from tests.strategies import grad_lists, some_grad
+
+MIB = 1 << 20
+SWEEP = (0.5, 1, 2, 4, 8, 16, 25, 32, 64)
+
+
+def planned(stretch: Stretch) -> BucketPlan:
+    plan = plan_buckets(stretch.grads, cap=1, first_cap=1, ends=stretch.ends())
+    check_plan(plan, stretch.grads)
+    return plan
+
+
+def fixed(stretch: Stretch, mib: float) -> BucketPlan:
+    return plan_buckets(stretch.grads, cap=int(mib * MIB), first_cap=min(int(mib * MIB), MIB))
+
+
+def step(stretch: Stretch, plan: BucketPlan, scale: float = 1.0) -> float:
+    """The model, written down once more: a network that sends one bucket after the other."""
+    when = {grad.output: ready for grad, ready in zip(stretch.grads, stretch.when, strict=True)}
+    network, free = stretch.network, 0.0
+    for bucket in plan.buckets:
+        launched = scale * max(when[grad.output] for grad in bucket.grads)
+        steps, part = 2 * (network.world_size - 1), bucket.nbytes / network.world_size
+        free = max(free, launched) + steps * (network.latency + part / network.bandwidth)
+    return max(free, scale * stretch.total)
+
+
+networks = st.builds(
+    Network, st.sampled_from([2, 3, 8, 64]), st.floats(1e7, 1e11), st.sampled_from([0.0, 1e-6, 1e-5, 1e-4, 1e-3])
+)
+
+
+@st.composite
+def models(draw: st.DrawFn, *, max_size: int = 60) -> Stretch:
+    """Backwards of one kind of gradients, as networks have them: sizes over several decades, some ready at once."""
+    sizes = draw(
+        st.lists(st.integers(2, 24).map(lambda e: 1 << e) | st.integers(0, 5000), min_size=1, max_size=max_size)
+    )
+    total = draw(st.floats(1e-3, 1.0))
+    gaps = draw(st.lists(st.floats(0, 1), min_size=len(sizes) + 1, max_size=len(sizes) + 1))
+    scale = total / (sum(gaps) or 1.0)
+    grads = [some_grad(i, size) for i, size in enumerate(sizes)]
+    when = dict(enumerate(itertools.accumulate(gap * scale for gap in gaps[:-1])))
+    return Stretch.of(grads, when, total, draw(networks))
+
+
+# ---- the closed form -------------------------------------------------------------------------------------------------
+
+
+def test_the_best_equal_size_is_where_the_derivative_vanishes() -> None:
+    size, nbytes, seconds, alpha, beta = sympy.symbols("size nbytes seconds alpha beta", positive=True)
+    bound = seconds * size / nbytes + alpha * nbytes / size + beta * nbytes  # of Note [equal buckets]
+    (best,) = sympy.solve(sympy.diff(bound, size), size)
+    assert sympy.simplify(best - nbytes * sympy.sqrt(alpha / seconds)) == 0
+    (keeps_up,) = sympy.solve(sympy.Eq(alpha + beta * size, seconds * size / nbytes), size)
+    assert sympy.simplify(keeps_up - alpha * nbytes / (seconds - beta * nbytes)) == 0
+    network = Network(2, bandwidth=1e8, latency=1e-4)  # 2 (N-1)/N = 1
+    assert float(equal_size(network, 1e8, 0.5)) == pytest.approx(1e8 * (2e-4 / 0.5) ** 0.5)
+    assert float(equal_size(network, 1e7, 0.5)) == pytest.approx(2e-4 * 1e7 / (0.5 - 0.1))
+
+
+def test_it_grows_as_the_root_of_the_model_where_the_network_is_the_bottleneck() -> None:
+    growth = sympy.Symbol("growth", positive=True)
+    network = Network(2, bandwidth=1e8, latency=1e-4)
+    sizes = [float(equal_size(network, 1e8 * times, 0.5 * times)) for times in (1, 4, 16)]
+    assert sizes == pytest.approx([sizes[0], 2 * sizes[0], 4 * sizes[0]])
+    bound = equal_size(network, 10**8 * growth, growth / 2)
+    assert float(sympy.simplify(sympy.diff(sympy.log(bound), growth) * growth)) == pytest.approx(0.5)
+    hidden = [float(equal_size(network, 1e7 * times, 0.5 * times)) for times in (1, 4, 16)]
+    assert hidden == pytest.approx([hidden[0]] * 3), "and not at all where computation hides the sending"
+
+
+# ---- the planner -----------------------------------------------------------------------------------------------------
+
+
+@given(models())
+def test_no_fixed_size_is_better_in_the_model(stretch: Stretch) -> None:
+    auto = stretch.price(planned(stretch))
+    for mib in SWEEP:
+        assert auto <= stretch.price(fixed(stretch, mib)) * 1.01, mib
+
+
+@given(models(max_size=9))
+def test_the_earliest_end_is_that_of_the_best_of_all_plans(stretch: Stretch) -> None:
+    """All ways to cut a few gradients, tried one by one."""
+    outputs = [grad.output for grad in stretch.grads]
+    ways = itertools.chain.from_iterable(itertools.combinations(outputs[:-1], k) for k in range(len(outputs)))
+    plans = [plan_buckets(stretch.grads, cap=1, first_cap=1, ends=frozenset(way)) for way in ways]
+    largest = max(64 * MIB, sum(grad.nbytes for grad in stretch.grads) / 8)
+    plans = [plan for plan in plans if all(len(b.grads) == 1 or b.nbytes <= largest for b in plan.buckets)]
+    for scale in (0.5, 1.0, 2.0):
+        best = min(step(stretch, plan, scale) for plan in plans)
+        earliest = max(stretch._earliest(scale)[-1], scale * stretch.total)
+        assert earliest == pytest.approx(best, rel=1e-9)
+        ends = [stretch.grads[cut - 1].output for cut in stretch._fewest([scale], 0.0)]
+        plan = plan_buckets(stretch.grads, cap=1, first_cap=1, ends=frozenset(ends))
+        assert step(stretch, plan, scale) <= best * (1 + 1e-9) + 1e-12
+        meet = [each for each in plans if step(stretch, each, scale) <= best * (1 + 1e-13)]
+        assert len(plan.buckets) <= min(len(each.buckets) for each in meet)
+
+
+@given(models())
+def test_its_model_is_the_network_that_sends_one_after_the_other(stretch: Stretch) -> None:
+    for plan in (planned(stretch), fixed(stretch, 1)):
+        for scale in (0.5, 1.0):
+            assert stretch.finish(plan, scale) == pytest.approx(step(stretch, plan, scale))
+
+
+@given(grad_lists(min_size=1, max_size=40), networks, st.floats(1e-3, 1.0), st.randoms())
+def test_every_kind_has_a_plan(grads: list[GradSpec], network: Network, total: float, order: random.Random) -> None:
+    last = max(grad.ready for grad in grads) + 1
+    when = {grad.output: total * grad.ready / last for grad in grads}
+    stretch = Stretch.of(grads, when, total, network)
+    plan = planned(stretch)
+    for mib in SWEEP:
+        assert stretch.price(plan) <= stretch.price(fixed(stretch, mib)) * 1.1, mib
+    order.shuffle(grads)
+    assert planned(Stretch.of(grads, when, total, network)) == plan, "the order in which gradients are listed has a say"
+
+
+def test_buckets_are_as_large_as_what_hides_them_and_the_last_ones_small() -> None:
+    grads = [some_grad(i, 65536) for i in range(200)]  # 50 MiB, a quarter MiB each
+    for gbit in (1, 16):
+        when = {i: 0.15 * (i + 1) / 200 for i in range(200)}
+        stretch = Stretch.of(grads, when, 0.15, Network(2, gbit * 1e9 / 8, 1e-4))
+        sizes = [bucket.nbytes for bucket in planned(stretch).buckets]
+        assert len(sizes) > 3
+        if gbit == 1:  # the network is the bottleneck: it starts early, and the rest becomes ready while it is busy
+            assert sizes == sorted(sizes)
+        else:  # hidden but for the last one
+            assert sizes == sorted(sizes, reverse=True)
+
+
+def test_no_bucket_takes_much_memory() -> None:
+    """A network so slow to answer that one bucket would be best."""
+    grads = [some_grad(i, 1 << 20) for i in range(200)]  # 4 MiB each
+    when = {i: 0.15 * (i + 1) / 200 for i in range(200)}
+    sizes = [bucket.nbytes for bucket in planned(Stretch.of(grads, when, 0.15, Network(2, 1e9, 1.0))).buckets]
+    assert max(sizes) <= 100 * MIB
+    assert len(sizes) == 8
+
+
+def test_a_few_odd_gradients_do_not_double_the_all_reduces() -> None:
+    """A scalar of another dtype beside every layer, as with norms in fp32 around weights in bf16."""
+    pairs = [(some_grad(2 * i, 1 << 20, dtype=torch.bfloat16), some_grad(2 * i + 1, 2)) for i in range(50)]
+    grads = list(itertools.chain.from_iterable(pairs))
+    when = {grad.output: 0.001 * (grad.output + 1) for grad in grads}
+    plan = planned(Stretch.of(grads, when, 0.1, Network(2, 1e9, 1e-4)))
+    kinds = [bucket.dtype for bucket in plan.buckets]
+    assert kinds.count(torch.float32) == 1
+    assert kinds.count(torch.bfloat16) > 3
+
+
+def test_alone_there_is_one_bucket_of_each_kind() -> None:
+    grads = [some_grad(i, 1000, dtype=(torch.float32, torch.float64)[i % 2]) for i in range(10)]
+    stretch = Stretch.of(grads, {i: float(i) for i in range(10)}, 10.0, Network(1, 1e9, 1e-5))
+    assert len(planned(stretch).buckets) == 2
+    assert Stretch.of([], {}, 1.0, Network(2, 1e9, 1e-5)).ends() == frozenset()
+
+
+@pytest.mark.parametrize("ends", [frozenset(), frozenset({1, 3})])
+def test_the_oracle_knows_where_buckets_must_end(ends: frozenset[int]) -> None:
+    grads = [some_grad(i, 4) for i in range(6)]
+    plan = plan_buckets(grads, cap=1, first_cap=1, ends=ends)
+    check_plan(plan, grads)
+    assert [bucket.grads[-1].output for bucket in plan.buckets] == sorted({*ends, 5})
+    other = plan_buckets(grads, cap=1, first_cap=1, ends=frozenset({2}))
+    with pytest.raises(AssertionError, match="output"):
+        check_plan(BucketPlan(other.buckets, cap=1, first_cap=1, ends=ends), grads)
+    one = (Bucket(0, tuple(grads)),)
+    if ends:
+        with pytest.raises(AssertionError, match="goes on after output 1"):
+            check_plan(BucketPlan(one, cap=1, first_cap=1, ends=ends), grads)
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 1000), st.floats(0.9, 1.1))
+def test_a_batch_that_is_a_little_larger_gives_the_same_plan(batch: int, more: float) -> None:
+    size = sympy.Symbol("s0", positive=True, integer=True)
+    grads = [some_grad(i, 100_000) for i in range(20)]
+    notes = {i: GradNote("", None, Work(flops=10**6 * size * (i + 1))) for i in range(20)}
+    speeds = Speeds(Machine(1e10, 1e10, 0.0), Network(2, 1e8, 1e-4))
+
+    def ends(value: int) -> frozenset[int]:
+        told = Outline(20, notes, values={size: value}, work=Work(flops=10**6 * size * 20))
+        return choose_ends(grads, told, speeds=speeds, sent=lambda grad: grad.nbytes)
+
+    exact = 1 << (batch % 12)
+    assert ends(exact) == ends(max(1, round(exact * more)))
+
+
+def seconds_to_plan(sizes: Sequence[int]) -> float:
+    grads = [some_grad(i, size) for i, size in enumerate(sizes)]
+    when = {i: (i + 1) / len(sizes) for i in range(len(sizes))}
+    begin = time.perf_counter()
+    planned_ends = Stretch.of(grads, when, 1.0, Network(8, 1e9, 1e-5)).ends()
+    assert planned_ends
+    return time.perf_counter() - begin
+
+
+def test_a_hundred_thousand_gradients_are_planned_in_a_second() -> None:
+    draw = random.Random(0)
+    seconds = min(seconds_to_plan([draw.randrange(1, 5000) for _ in range(100_000)]) for _ in range(2))
+    assert seconds < 1.0
