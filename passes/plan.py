@@ -275,5 +275,6 @@ def _first_to_fill(plan: BucketPlan, grads: Sequence[GradSpec]) -> Bucket | None
         kind = grad.dtype, grad.device
         seen[kind] += grad.nbytes
         if seen[kind] > plan.first_cap:
-            return next(bucket for bucket in plan.buckets if (bucket.dtype, bucket.device) == kind)
+            alike = (bucket for bucket in plan.buckets if (bucket.dtype, bucket.device) == kind)
+            return next((bucket for bucket in alike if not _huge(plan, bucket)), None)
     return None
