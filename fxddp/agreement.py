@@ -58,8 +58,9 @@ class Proposal:
         """
         if self._decision is None:
             assert self._announced is not None
-            if self._group.has_unsettled and not self._group.channel.has_come(self._announced):
-                self._group.settle_all()  # another rank may wait for that before it comes to where this one waits
+            # Even where the others' records are there: they may be waiting for this, and this rank, from here on, for
+            # them in a way that starts nothing: in a new process group, or in a collective of the user's.
+            self._group.settle_all()
             self._decision = self._agreement.conclude(self, self._announced.records(), self._group)
             self._announced = None
         return self._decision
@@ -131,7 +132,6 @@ class Agreement:
             key = tuple(records)
             known = group.joint.get(key)
             if known is None:
-                group.settle_all()
                 texts = group.channel.gather(event.to_json(), self._describe(event))
                 proposal.events = list(map(Event.from_json, texts))
                 if event.kind == CONTACT and all(theirs.kind == CONTACT for theirs in proposal.events):

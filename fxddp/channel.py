@@ -157,16 +157,6 @@ class Channel:
         self._patiently(attempt, announced.what)
         return found
 
-    def has_come(self, announced: Announced) -> bool:
-        """Whether the other ranks' records are there already; does not wait for them."""
-        with self._lock:
-            if announced.blocks is None:
-                with suppress(PeerGone):  # whoever waits for it is told
-                    announced.blocks = self._wire.finish(0)
-                if announced.blocks is not None:
-                    self._open = None
-            return announced.blocks is not None
-
     def complete(self, announced: Announced) -> None:
         """Waits for the other ranks' records, unless that was done."""
         with self._lock:  # autograd has a thread for each device

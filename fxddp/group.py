@@ -130,11 +130,6 @@ class Group:
         if self.unsettled is not None:
             self.wait(SimpleNamespace(wait=self.unsettled.settle), lambda: "send the second part of a bucket")
 
-    @property
-    def has_unsettled(self) -> bool:
-        """Whether a bucket under way has collectives left to start."""
-        return self.unsettled is not None or any(line.has_unsettled for line in self.lines)
-
     def settle_all(self) -> None:
         """Starts all that is left to start, waiting for what comes before it."""
         self.settle()

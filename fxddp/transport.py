@@ -142,11 +142,6 @@ class Stages:
             work.wait() if timeout is None else work.wait(timeout)
             self._move()
 
-    @property
-    def has_unsettled(self) -> bool:
-        """Whether a bucket has stages left to enter."""
-        return bool(self._line) and self._line[-1].entered < len(self._stages)
-
     def enter_all(self, timeout: timedelta | None = None) -> None:
         """Has every bucket enter its last stage."""
         while waiting := next((b for b in self._line if b.entered < len(self._stages)), None):

@@ -251,7 +251,7 @@ def test_errors_of_hooks(pool: Pool):
         assert "must return a torch.futures.Future object, but got int" in messages[6]
         for what in ("at_once", "later", "nothing", "number"):
             message, again = messages.pop(0), messages.pop(0)
-            assert f"{what} failed for bucket 0 (last.bias" in message, message
+            assert f"{what} failed for bucket 0 (middle.weight" in message, message
             assert "can only be called once" in again
         assert "must be callable" in messages[0]
         assert "annotation should be dist.GradBucket" in messages[1]

@@ -962,7 +962,7 @@ def failing(rank: int, world: int) -> str:
 
 def test_errors_of_a_codec_name_bucket_and_parameters(pool: Pool):
     for message in pool.run(failing, discard=True):
-        assert "Failing failed for bucket 0 (last.bias" in message
+        assert "Failing failed for bucket 0 (middle.weight" in message
         assert "on purpose" in message
 
 

@@ -23,6 +23,7 @@ from tests.live.lab import (
     buckets,
     compiled,
     counted_collectives,
+    data,
     error_of,
     expect,
     expect_equal,
@@ -184,34 +185,40 @@ def test_a_rank_that_waits_between_graphs(pool: Pool):
     pool.run(waited, timeout=30)
 
 
-def in_time(rank: int, world: int, seconds: float) -> None:
-    """Where the records are there already, nobody waits for stages of the first graph's bucket."""
+class Summing(torch.autograd.Function):
+    """Whose backward is a collective of the user's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        total = grads[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+def late_to_announce(rank: int, world: int) -> None:
+    """One node waits for the other's records, which come with a collective of the user's behind them."""
     module = seeded(0, Two)
-    model, _ = compiled(module, algorithm="ring")
+    model, _ = compiled(module, device_mesh=init_device_mesh("cpu", (2, 2)))
     loss_of(model, 0).backward()
-    announce, settled = Agreement.announce, []
+    announce = Agreement.announce
 
     def slowly(*arguments: Any, **options: Any) -> Any:
-        if rank == 1:
-            time.sleep(seconds)  # it comes to where the other one waits
+        time.sleep(0.5 * (rank // 2))
         proposal = announce(*arguments, **options)
-        time.sleep(0.2)
+        time.sleep(0.1)
         return proposal
 
     module.zero_grad()
-    with (
-        late_stages(),
-        mock.patch.object(Agreement, "announce", slowly),
-        mock.patch.object(Stages, "enter_all", lambda line, *_: settled.append(line)),
-    ):
-        loss_of(model, 1).backward()
-    expect(bool(settled) is (rank == 0 and seconds > 0.2), f"waited for stages {len(settled)} times")
-    expect_equal(gradients(module), average(local(module, 1)), "gradients", tol=1e-6)
+    with late_stages(), mock.patch.object(Agreement, "announce", slowly):
+        model(Summing.apply(data(1, 6, 8).requires_grad_())).square().mean().backward()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_records_that_come_in_time_cost_no_overlap(pool: Pool, seconds: float):
-    pool.run(in_time, seconds, timeout=40)
+def test_a_collective_of_the_users_behind_an_announcement(pool4: Pool):
+    pool4.run(late_to_announce, timeout=30)
 
 
 def joined_in_graphs(rank: int, world: int, graphs: int, updates: bool) -> None:
