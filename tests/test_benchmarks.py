@@ -1,9 +1,6 @@
 """The benchmark measures what it says: its statistics, its tables, and one real run of a tiny configuration."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import network, step_time
+from tests.live.programs import run_benchmark
 
-ROOT = Path(__file__).parents[1]
 MODES = ["local", "ddp", "ddp_compile", "fxddp", "fxddp_unsplit"]
 
 
@@ -20,14 +17,8 @@ def test_tiny_run(tmp_path: Path) -> None:
     """Two ranks, every mode, gradients checked, a table with a row per mode, and the same in the JSON file."""
     report_file, shared_cache = tmp_path / "report.json", tmp_path / "shared"
     options = ["--models", "smoke", "--rates", "none,1gbit", "--no-namespaces", "--bucket-mb", "1", "--rounds", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.step_time", *options, "--markdown", "--json", str(report_file)],
-        cwd=ROOT,
-        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(shared_cache)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    done = run_benchmark(
+        "step_time", *options, "--markdown", "--json", str(report_file), TORCHINDUCTOR_CACHE_DIR=str(shared_cache)
     )
     assert done.returncode == 0, done.stderr
     assert not [path for path in shared_cache.rglob("*") if path.is_file()]  # compiled code is of this run alone
@@ -121,14 +112,7 @@ def test_without_iproute2_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_compressed_run(tmp_path: Path) -> None:
     """What travels is compressed in fxddp's modes and in DDP's, and gradients are still compared with exact ones."""
     options = ["--models", "smoke", "--rates", "none", "--no-namespaces", "--rounds", "1", "--modes", "local,ddp,fxddp"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.step_time", *options, "--comm-hook", "fp16", "--json", str(tmp_path / "r")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_benchmark("step_time", *options, "--comm-hook", "fp16", "--json", str(tmp_path / "r"))
     assert done.returncode == 0, done.stderr
     assert "compressed by fp16" in done.stdout
     report = json.loads((tmp_path / "r").read_text())
@@ -143,14 +127,7 @@ def test_four_ranks(tmp_path: Path) -> None:
     modes = ["ddp_fp16", "fxddp_hook_fp16", "fxddp_hierarchical", "fxddp_optimizer"]
     options = ["--models", "smoke", "--rates", "none", "--no-namespaces", "--rounds", "1", "--bucket-mb", "1"]
     options += ["--ranks", "4", "--optimizer", "--modes", ",".join(modes), "--json", str(tmp_path / "r")]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.step_time", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = run_benchmark("step_time", *options, timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "r").read_text())
     assert report["ranks"] == 4

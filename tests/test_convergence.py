@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,8 @@ import pytest
 from benchmarks import convergence
 from benchmarks.convergence import TASKS, WAYS, Outcome
 from tests.live.pool import Pool
+from tests.live.programs import run_benchmark
 
-ROOT = Path(__file__).resolve().parent.parent
 SEEDS = 2
 STEPS = {"digits": 120, "gpt": 60}
 MARGINS = {"PowerSGD(4)": 0.1}
@@ -45,14 +43,7 @@ def test_final_losses(pool: Pool, plain: dict[str, list[Outcome]], task: str, wa
 
 def test_the_command(tmp_path: Path):
     options = ["--tasks", "gpt", "--ways", "none,fp16,Int8", "--seeds", "1", "--steps", "5"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.convergence", *options, "--json", str(tmp_path / "report.json")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = run_benchmark("convergence", *options, "--json", str(tmp_path / "report.json"), timeout=200)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert [row.split("|")[1].strip() for row in rows[2:]] == ["none", "fp16", "Int8"]

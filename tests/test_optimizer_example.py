@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.live.examples import run_example, run_without_launcher
+from tests.live.programs import run_example, run_without_launcher
 
 
 @pytest.mark.parametrize("arguments", [[], ["--wrapper"]])

@@ -1,8 +1,6 @@
 """`benchmarks.scaling`: steps on paper, and the check of that model on real ranks."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,8 +9,7 @@ import torch
 
 from benchmarks import scaling
 from fxddp.passes.plan import GradSpec
-
-ROOT = Path(__file__).parents[1]
+from tests.live.programs import run_benchmark
 
 
 def training(count: int = 40) -> scaling.Training:
@@ -48,14 +45,7 @@ def test_it_runs(tmp_path: Path) -> None:
     picture = tmp_path / "plot.svg"
     options = ["--small", "--ranks", "8,4096", "--bandwidths", "1Gbit/s,100Gbit/s", "--plot", str(picture)]
     options += ["--check", "--worlds", "2", "--model", "smoke", "--rounds", "2", "--no-namespaces"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.scaling", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_benchmark("scaling", *options)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
     checked, rows = lines[2:4], lines[6:]

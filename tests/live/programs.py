@@ -1,4 +1,4 @@
-"""Runs the scripts in `examples/` as a user does."""
+"""Runs the scripts in `examples/` and the commands in `benchmarks/` as a user does."""
 
 import os
 import subprocess
@@ -21,6 +21,21 @@ def run_example(name: str, *arguments: str, ranks: int = 2) -> subprocess.Comple
         capture_output=True,
         text=True,
         timeout=200,
+    )
+
+
+def run_benchmark(
+    name: str, *arguments: str, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m benchmarks.{name}`, with these environment variables."""
+    return subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 
