@@ -228,8 +228,10 @@ class Wire:
         return True
 
     def _wait(self, deadline: float) -> bool:
-        """Waits for something to arrive, or to leave; False if nothing did. Past the deadline it only looks."""
-        seconds = max(0.0, deadline - time.monotonic())
+        """Waits for something to arrive, or to leave; False if nothing did."""
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
+            return False
         for peer in self._peers.values():
             if peer.gone:
                 if peer.connection in self._selector.get_map():

@@ -19,7 +19,7 @@ from fxddp.backend import Backend, backend_of
 from fxddp.config import Settings, make_settings
 from fxddp.group import alive
 from fxddp.passes.cost import Machine, Network, Speeds
-from fxddp.speeds import BANDWIDTH, LATENCY, assumed
+from fxddp.speeds import assumed
 
 from . import units
 from .dry import traced_on, try_forward
@@ -119,7 +119,7 @@ def explain(
     known = _measured(trained)
     machine, computes = _machine(_device_type(model, device), known, flops=flops, memory=memory_bandwidth)
     network, sends = _network(world_size, known, bandwidth=bandwidth, latency=latency)
-    speeds = Speeds(machine, network or Network(1, BANDWIDTH, LATENCY))
+    speeds = Speeds(machine, network or assumed("cpu", 1).network)
     tried = try_forward(model, inputs, kwargs or {}, settings, speeds, device=device, measure=measure)
     notes = []
     if device is not None and traced_on(device) != device and device.type != "meta":
