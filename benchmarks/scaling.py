@@ -116,7 +116,7 @@ def planned(training: Training, ends: frozenset[int]) -> BucketPlan:
 def both(training: Training, network: Network) -> tuple[Step, Step]:
     """The step with DDP's buckets, and with those that `bucket_mb="auto"` chooses."""
     fixed = plan_buckets(training.grads, cap=DDP_MIB * MIB, first_cap=DDP_FIRST_MIB * MIB)
-    auto = planned(training, training.on(network).ends())
+    auto = training.on(network).plan()
     return predicted(training, network, fixed), predicted(training, network, auto)
 
 

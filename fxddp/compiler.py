@@ -16,7 +16,7 @@ from .config import Settings
 from .passes import pipeline
 from .passes.cost import Speeds, Work, graph_work
 from .passes.plan import Bucket, GradSpec
-from .passes.sizing import choose_ends
+from .passes.sizing import choose_plan
 
 PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
 
@@ -27,7 +27,7 @@ class Compilation:
     Attributes:
         backward: the compiled backward, once there is one.
         forward_graph: the forward graph, if graphs are kept.
-        speeds: what the ends of buckets are chosen for; None if their sizes are given.
+        speeds: what the plan is made for; None if the sizes of buckets are given.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Compilation:
             cap=settings.cap,
             first_cap=settings.first_cap,
             caps=settings.caps,
-            choose=None if self.speeds is None else partial(choose_ends, speeds=self.speeds, sent=self._sent),
+            choose=None if self.speeds is None else partial(choose_plan, speeds=self.speeds, sent=self._sent),
             wire=settings.wire,
             group_name=name,
             inputs=inputs,

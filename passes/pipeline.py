@@ -57,7 +57,7 @@ def rewrite_backward(
     first_cap: int,
     group_name: str,
     caps: tuple[int, ...] = (),
-    choose: Callable[[Sequence[GradSpec], Outline], frozenset[int]] | None = None,
+    choose: Callable[[Sequence[GradSpec], Outline], BucketPlan] | None = None,
     wire: torch.dtype | None = None,
     inputs: Sequence[Any] | None = None,
     keep: bool = False,
@@ -72,7 +72,7 @@ def rewrite_backward(
         first_cap: size of the first bucket in bytes.
         group_name: the process group named in the collectives of the whole graph.
         caps: sizes of the buckets one by one, in bytes, in place of `cap` and `first_cap`.
-        choose: finds the gradients that end a bucket, in place of all sizes.
+        choose: makes the plan, in place of all sizes.
         wire: the dtype in which wider buckets travel, None for their own.
         inputs: the (fake) values that the graph will be called with, if they may differ from the traced ones.
         keep: keep the readable code after each pass.
@@ -98,8 +98,7 @@ def rewrite_backward(
     before = snapshot(gm)
     grads = find_gradients(gm, parameters=parameters, forward_outputs=forward_outputs)
     told = outline(gm, grads)
-    ends = None if choose is None else choose(grads, told)
-    plan = plan_buckets(grads, cap=cap, first_cap=first_cap, caps=caps, ends=ends)
+    plan = plan_buckets(grads, cap=cap, first_cap=first_cap, caps=caps) if choose is None else choose(grads, told)
     record("plan", start)
     rewrites: list[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]] = [
         ("insert_allreduce", lambda g: insert_allreduce(g, plan=plan, group_name=group_name)),

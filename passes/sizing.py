@@ -33,6 +33,11 @@ hide them, and the last ones small.
 While a bucket is packed its gradients are there twice, so none is larger than `LARGEST` bytes or this `SHARE` of all,
 whichever is more, except a single gradient: fewer i are allowed, and all of the above still holds.
 
+A plan of one size can send a gradient that large alone and go on with the bucket it found open (`bucketing.py`), where
+buckets that end one after the other need one before it and one after it. So these plans are tried as well then
+(`SIZES`). Otherwise they have no advantage: what was open can travel with the gradient, no later and with one latency
+less.
+
 Note [doubt]
 ~~~~~~~~~~~~
 Few buckets that just meet a deadline are wrong by as much as the prediction of the computation is, and that comes from
@@ -53,11 +58,12 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
+from .bucketing import plan_buckets
 from .cost import Network, Speeds, Work
 from .outline import Outline
 from .plan import BucketPlan, GradSpec
 
-__all__ = ["Stretch", "choose_ends", "equal_size"]
+__all__ = ["Stretch", "choose_plan", "equal_size"]
 
 SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
 SLACK = (0.0, 0.003, 0.01, 0.03, 0.1)
@@ -68,6 +74,12 @@ CUT = 50e-6
 
 LARGEST, SHARE = 64 << 20, 1 / 8
 """What a bucket may hold: bytes, or a share of all gradients; see Note [unequal buckets]."""
+
+SIZES = tuple(int(mib * (1 << 20)) for mib in (0.5, 1, 2, 4, 8, 16, 25, 32, 64))
+"""Bytes of a bucket that are tried where a gradient may be too large to share one."""
+
+FIRST = 1 << 20
+"""Bytes of the first bucket then, at most."""
 
 RUNS = 2048
 """Gradients between which a bucket may end; where there are more, some are taken together."""
@@ -140,6 +152,13 @@ class Stretch:
     def price(self, plan: BucketPlan) -> float:
         """What Note [doubt] minimises: 1 is a step of which nothing but the unavoidable is exposed."""
         return self._mean([self.finish(plan, scale) for scale in SCALES], len(plan.buckets))
+
+    def plan(self) -> BucketPlan:
+        """The best plan: one with these ends, unless one of a single size is better; see Note [unequal buckets]."""
+        found = [plan_buckets(self.grads, cap=LARGEST, first_cap=FIRST, ends=self.ends())]
+        if max((grad.nbytes for grad in self.grads), default=0) > self._largest / 2:
+            found += [plan_buckets(self.grads, cap=size, first_cap=FIRST) for size in SIZES]
+        return min(found, key=self.price)
 
     def ends(self) -> frozenset[int]:
         """The outputs of the gradients that end a bucket in the best plan."""
@@ -310,10 +329,10 @@ class Stretch:
             found.append(first)
 
 
-def choose_ends(
+def choose_plan(
     grads: Iterable[GradSpec], told: Outline, *, speeds: Speeds, sent: Callable[[GradSpec], float]
-) -> frozenset[int]:
-    """Finds which gradients should be the last in their bucket, from the work of a backward graph.
+) -> BucketPlan:
+    """Plans the buckets of a backward graph from its work.
 
     Dynamic sizes count as the nearest powers of two, so that ranks whose inputs differ a little plan the same.
 
@@ -322,9 +341,6 @@ def choose_ends(
         told: the graph's outline.
         speeds: how fast ranks compute and send.
         sent: bytes that travel for a gradient.
-
-    Returns:
-        Outputs, for `plan_buckets(ends=…)`; every kind's last gradient is among them.
     """
     values = {size: 1 << max(0, round(math.log2(max(1, value)))) for size, value in told.values.items()}
 
@@ -332,4 +348,4 @@ def choose_ends(
         return float(speeds.machine.seconds(work.at(values)))
 
     when = {output: seconds(note.before) for output, note in told.grads.items()}
-    return Stretch.of(grads, when, seconds(told.work), speeds.network, sent).ends()
+    return Stretch.of(grads, when, seconds(told.work), speeds.network, sent).plan()

@@ -12,7 +12,7 @@ from fxddp.passes.bucketing import plan_buckets
 from fxddp.passes.cost import Machine, Speeds
 from fxddp.passes.outline import Outline
 from fxddp.passes.plan import Bucket, BucketPlan, GradSpec
-from fxddp.passes.sizing import choose_ends
+from fxddp.passes.sizing import choose_plan
 from fxddp.site import Site
 from fxddp.stats import BackwardRecord
 
@@ -98,8 +98,7 @@ def _auto(site: Site, speeds: Speeds, sending: Sending) -> BucketPlan:
     def sent(grad: GradSpec) -> int:
         return sending.wire_bytes(Bucket(0, (grad,)))
 
-    ends = choose_ends(plan.grads, outline, speeds=speeds, sent=sent)
-    return plan_buckets(plan.grads, cap=plan.cap, first_cap=plan.first_cap, ends=ends)
+    return choose_plan(plan.grads, outline, speeds=speeds, sent=sent)
 
 
 def _planned(site: Site) -> tuple[BucketPlan, Outline]:
