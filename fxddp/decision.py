@@ -21,7 +21,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
@@ -107,6 +107,12 @@ class Event:
         buckets = tuple(map(tuple, data["buckets"]))
         unused, hooked, waiting = (tuple(data[name]) for name in ("unused", "hooked", "waiting"))
         return Event(data["kind"], buckets, unused, hooked, waiting, data["details"], data["owner"], data["cast"])
+
+
+@cache
+def nothing_left(kind: str, owner: int) -> Event:
+    """The end of a backward in which graphs have reduced everything: the usual one, made once."""
+    return Event(kind, owner=owner)
 
 
 def _digest(data: bytes) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _compat
-from .decision import END, INNER, Decision, Event
+from .decision import END, INNER, Decision, Event, nothing_left
 from .executor import bucket_views
 from .packing import packs
 
@@ -65,9 +65,13 @@ class Ending:
         kind = END if backend.around(backward) is None else INNER
         while True:
             rest = self._rest(group)
-            buckets = (tuple(sorted(rest)),) if rest else ()
-            details = "unmet" if backend.replica.has_unmet else None
-            event = Event(kind, buckets, details=details, owner=backend.replica.owner(group))
+            owner = backend.replica.owner(group)
+            if rest or backend.replica.has_unmet:
+                buckets = (tuple(sorted(rest)),) if rest else ()
+                details = "unmet" if backend.replica.has_unmet else None
+                event = Event(kind, buckets, details=details, owner=owner)
+            else:
+                event = nothing_left(kind, owner)
             proposal = backend.agreement.announce(event, group, carried=bool(backward.carried))
             for launched in backward.launched if backend.registered.optimizer is None else ():
                 backward.wait(launched)

@@ -83,7 +83,7 @@ class Exceptions:
     @property
     def none(self) -> bool:
         """Whether every gradient takes the usual way."""
-        return not (self.local or self.reduced or self.dropped)
+        return not (self.local or self.reduced or self.dropped or self.zeros)
 
     @property
     def skipped(self) -> set[tuple[int, int]]:
@@ -153,7 +153,10 @@ def run_pieces(
                 values[step.wire] = None
             on_bucket(buckets[step.bucket], flat, wire)
             del flat, wire
-    return [values[ref] if isinstance(ref, int) else None for ref in program.outputs]
+    outputs: list[Any] = [None] * len(program.outputs)
+    for position, slot in program.results:
+        outputs[position] = values[slot]
+    return outputs
 
 
 def bucket_views(bucket: Bucket, flat: Tensor) -> list[Tensor]:

@@ -140,6 +140,11 @@ class Reduction(NodeRun):
         decision = self._decide()
         members = self.by_bucket[bucket.index]
         exceptions = self.exceptions
+        is_last = bucket is self._plan.buckets[-1]
+        if exceptions.none and not decision.defer and self._assembly is None:
+            folded = self._fold(bucket, flat, members)
+            self.backward.launch_later(bucket, flat, members, None if folded else wire, is_last=is_last)
+            return
         wheres = [(bucket.index, i) for i in range(len(members))]
         if exceptions.local or exceptions.zeros or decision.defer:
             for where, parameter, view in zip(wheres, members, bucket_views(bucket, flat), strict=True):
@@ -154,11 +159,8 @@ class Reduction(NodeRun):
             return
         if self._fold(bucket, flat, members) or exceptions.zeros:
             wire = None  # not the same any more
-        is_last = bucket is self._plan.buckets[-1]
         if self._assembly is not None:
             self._launch_ready(self._assembly, wheres, members, bucket_views(bucket, flat))
-        elif exceptions.none:
-            self.backward.launch_later(bucket, flat, members, wire, is_last=is_last)
         else:
             self._launch(flat, wheres, members, bucket_views(bucket, flat), wire, is_last=is_last)
 

@@ -44,6 +44,7 @@ class _Peer:
         self.connection = connection
         self.outgoing = bytearray()
         self.incoming = bytearray()
+        self._space = memoryview(bytearray(1 << 16))
         self.messages: tuple[deque[bytes], deque[bytes]] = (deque(), deque())
         self.gone = ""
         connection.setblocking(False)
@@ -65,16 +66,17 @@ class _Peer:
             self.gone = str(error)
 
     def fill(self) -> None:
-        """Takes what has arrived."""
+        """Takes what has arrived, in one system call; there may be more."""
         try:
-            while part := self.connection.recv(1 << 16):
-                self.incoming += part
+            count = self.connection.recv_into(self._space)
         except BlockingIOError:
-            pass
+            return
         except OSError as error:
             self.gone = str(error)
-        else:
+            return
+        if not count:
             self.gone = "it closed the connection"
+        self.incoming += self._space[:count]
         while len(self.incoming) >= _HEAD.size:
             length, kind = _HEAD.unpack_from(self.incoming)
             if len(self.incoming) < _HEAD.size + length:
@@ -204,9 +206,13 @@ class Wire:
 
     def _advance(self) -> bool:
         """Finishes a round of the all-gather if its blocks are there; whether they were."""
-        message = self._peers[(self.rank + self._hops[self._round]) % self.size].message(BLOCKS)
+        peer = self._peers[(self.rank + self._hops[self._round]) % self.size]
+        message = peer.message(BLOCKS)
         if message is None:
-            return False
+            peer.fill()  # first, as they mostly are there: cheaper than to ask the system whether
+            message = peer.message(BLOCKS)
+            if message is None:
+                return False
         self._blocks += _unpack(message)
         self._round += 1
         if not self.finished:

@@ -11,6 +11,7 @@ but its inputs and outputs. Values cross pieces through numbered slots; slots 0 
 
 import operator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Step:
     collectives: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """What a split backward does, as data.
 
@@ -66,6 +67,11 @@ class Program:
     steps: tuple[Step, ...]
     outputs: tuple[int | tuple[int, int] | None, ...]
     plan: BucketPlan
+
+    @cached_property
+    def results(self) -> tuple[tuple[int, int], ...]:
+        """The outputs that are no gradients of the plan: position and slot."""
+        return tuple((i, ref) for i, ref in enumerate(self.outputs) if isinstance(ref, int))
 
 
 def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.GraphModule, ...]]:

@@ -122,11 +122,11 @@ def test_rank_0_casts_and_waits_for_nobody(size: int):
     def job(wire: Wire) -> None:
         if wire.rank == 0:
             wire.cast(b"0 hello", 1.0)
-            wire.start(b"0")
+            wire.start(b"0 ")
             ahead.set()
         else:
             assert ahead.wait(10)  # sent before anybody else came
-            wire.start(b"0")
+            wire.start(b"0 ")
             assert received(wire, b"0 ") == b"hello"
         for i in range(1, 20):
             while wire.finish(1.0) is None:

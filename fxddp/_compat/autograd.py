@@ -2,11 +2,14 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+
+_first = itemgetter(0)
 
 task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Identifies the running backward; -1 outside of one."""
@@ -52,13 +55,12 @@ def restricted_to() -> set[int] | None:
     """
     will_execute = torch._C._will_engine_execute_node
     node: Any = torch._C._current_autograd_node()
-    parents: list[Any] = [parent for parent, _ in node.next_functions if parent is not None]
     try:
-        executed = [parent for parent in parents if will_execute(parent)]
+        if all(map(will_execute, filter(None, map(_first, node.next_functions)))):
+            return None
+        executed = [parent for parent, _ in node.next_functions if parent is not None and will_execute(parent)]
     except RuntimeError:  # autograd.grad captures one of them
         return set()
-    if len(executed) == len(parents):
-        return None
     return {id(parent.variable) for parent in executed if hasattr(parent, "variable")}
 
 
