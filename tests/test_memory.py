@@ -228,9 +228,8 @@ def test_a_step_needs_no_more_than_under_ddp(pool: Pool):
     gradient = 128 * 128 * 4
     ours, rivals = pool.run(most_alive, False), pool.run(most_alive, True)
     for mine, theirs in zip(ours, rivals, strict=True):
-        slack = gradient + gradient // 2  # a gradient before it is scaled into its bucket; activations, records
+        # a gradient before it is scaled into its bucket; a bucket that a thread of gloo's frees, unseen; activations
+        slack = 2 * gradient + gradient // 2
         for way, peak in mine.items():
             assert peak <= theirs[way] + slack, (way, mine, theirs)
-        for kept in (False, True):
-            assert mine[f"{kept=}, batches=0"] <= 8 * gradient + slack, mine
-        assert mine["kept=True, batches=2"] <= 8 * gradient + slack, mine
+        assert max(mine["kept=True, batches=0"], mine["kept=True, batches=2"]) <= 6 * gradient + slack, mine
