@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch._C._profiler import _EventType
+from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.models import MODELS
@@ -148,7 +148,7 @@ def measure(model: str, mode: str, bucket_mb: float, ranks: int = 2) -> dict[str
     """Peak bytes of rank 0 in each way of training."""
     with tempfile.TemporaryDirectory(prefix="fxddp-memory-") as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
-        mp.spawn(rank_main, (ranks, folder, (model, mode, bucket_mb)), nprocs=ranks)
+        spawn(rank_main, (ranks, folder, (model, mode, bucket_mb)), nprocs=ranks)
         found: dict[str, int] = json.loads(Path(folder, "peaks").read_text())
         return found
 
