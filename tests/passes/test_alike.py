@@ -74,9 +74,21 @@ def test_what_differs_in_operators_operands_or_constants(other: Callable[..., An
     ],
 )
 def test_what_differs_in_inputs(x: Tensor) -> None:
-    other = renamed(traced(plain, X, Y))
-    next(iter(other.graph.nodes)).meta["val"] = x
-    assert structure(traced(plain, X, Y)) != structure(other)
+    gm = traced(plain, X, Y)
+    other = renamed(gm)
+    first = next(iter(other.graph.nodes))
+    mode = first.meta["val"].fake_mode
+    first.meta["val"] = mode.from_tensor(torch.ones(4, 6))
+    assert structure(gm) == structure(other)
+    first.meta["val"] = mode.from_tensor(x)
+    assert structure(gm) != structure(other)
+
+
+def test_kinds_of_tensors_differ() -> None:
+    gm = traced(plain, X, Y)
+    other = renamed(gm)
+    next(iter(other.graph.nodes)).meta["val"] = X  # a real one
+    assert structure(gm) != structure(other)
 
 
 def test_zeros_of_either_sign() -> None:
