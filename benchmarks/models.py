@@ -117,6 +117,11 @@ def _transformer(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return model, (torch.randint(0, 4096, (4, 64), generator=draw),)
 
 
+def _transformer12(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    model = Transformer(vocabulary=4096, width=384, layers=12, heads=6, length=64)
+    return model, (torch.randint(0, 4096, (4, 64), generator=draw),)
+
+
 def _convnet(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
     image = torch.randn(8, 3, 32, 32, generator=draw)
     return ConvNet(width=32, classes=100), (image, torch.randint(0, 100, (8,), generator=draw))
@@ -130,15 +135,21 @@ def _tiny(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return ResidualMLP(width=32, layers=100), (torch.randn(16, 32, generator=draw),)
 
 
+def _thin(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return ResidualMLP(width=70, layers=2), (torch.randn(16, 70, generator=draw),)
+
+
 def _smoke(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return ResidualMLP(width=512, layers=3), (torch.randn(4, 512, generator=draw),)
 
 
 MODELS: dict[str, Callable[[torch.Generator], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "transformer": _transformer,
+    "transformer12": _transformer12,  # twice the blocks: what compiling costs per block
     "convnet": _convnet,
     "mlp": _mlp,  # 64 MiB, little arithmetic per byte: the network decides
     "tiny": _tiny,  # 200 parameters of a few KiB: the cost per parameter and per call decides
+    "thin": _thin,  # 10,000 parameters in 4: what compiling costs at the least
     "smoke": _smoke,  # compiles in a moment; for trying the benchmark itself, its figures mean nothing
 }
 

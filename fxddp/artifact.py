@@ -36,7 +36,7 @@ class SplitBackward(_OutputCode):  # type: ignore[misc]
 
     Attributes:
         program: what to run, launch and return.
-        pieces: compiled pieces, each called with a list.
+        pieces: compiled pieces, each called with a list; one object for all that are alike.
         mutated: positions of the Dynamo inputs whose data the forward changes.
         outline: what `fxddp.explain` tells about it; goes with it into caches.
         whole: the unsplit backward with the collectives inside, or None.
@@ -79,13 +79,20 @@ class SplitBackward(_OutputCode):  # type: ignore[misc]
         """Called on a copy that is about to be pickled."""
         if self.whole is not None:
             raise _compat.bypass_cache("an unsplit backward names its process group")
-        self.pieces = tuple(_compat.dump_piece(piece) for piece in self.pieces)
+        self.pieces = _each_once(_compat.dump_piece, self.pieces)
         self.local = self.rewritten = None
 
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
         """Called after unpickling."""
-        self.pieces = tuple(_compat.load_piece(piece) for piece in self.pieces)
+        self.pieces = _each_once(_compat.load_piece, self.pieces)
         self.announce()
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """Pieces carry their own."""
+
+
+def _each_once(function: Callable[[Any], Any], pieces: Sequence[Any]) -> tuple[Any, ...]:
+    """The function of each piece, called once for pieces that are the same object, and giving one for them."""
+    made = {id(piece): piece for piece in pieces}
+    made = {identity: function(piece) for identity, piece in made.items()}
+    return tuple(made[id(piece)] for piece in pieces)

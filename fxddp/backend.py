@@ -28,6 +28,7 @@ from .modules import Modules, owners
 from .passes.cost import Speeds
 from .passes.plan import BucketPlan
 from .plan_log import PlanLog
+from .refill import ReducedBuckets
 from .registered import Registered
 from .replica import Replica
 from .sending import Outbox
@@ -65,6 +66,7 @@ class Backend:
         self.sites: list[Site] = []
         self.registered = Registered(settings)
         self.outbox = Outbox(self)
+        self.reduced = ReducedBuckets()
         self.joining = False
         self.divide_by_initial_world_size = True
         self._running: dict[int, Backward] = {}

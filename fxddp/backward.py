@@ -9,7 +9,7 @@ already averaged value changes nothing. So a parameter used in a graph and in an
 inner backward of a re-entrant checkpoint, comes out right in any order.
 
 An exception in between leaves no trace: `.grad`s that were taken are put back and launched work is drained, as soon as
-autograd drops the callback it will not run.
+autograd drops the callback it will not run. Only buckets that were filled again in place are lost (`refill.py`).
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -14,6 +14,7 @@ from . import _compat
 from .artifact import SplitBackward, loading
 from .config import Settings
 from .passes import pipeline
+from .passes.alike import structure
 from .passes.cost import Speeds, Work, graph_work
 from .passes.plan import Bucket, GradSpec
 from .passes.sizing import choose_plan
@@ -112,7 +113,7 @@ class Compilation:
         if not settings.compile_pieces:
             backward = SplitBackward(rewritten.program, (), mutated)
         elif settings.split or not rewritten.plan.buckets:
-            backward = SplitBackward(rewritten.program, [_compile(inner, piece) for piece in rewritten.pieces], mutated)
+            backward = SplitBackward(rewritten.program, _compile_all(inner, rewritten.pieces), mutated)
         else:
             backward = SplitBackward(rewritten.program, (), mutated)
             backward.whole = _compile(inner, rewritten.gm)
@@ -151,9 +152,21 @@ def _compile(inner: PieceCompiler, gm: fx.GraphModule) -> Any:
     return inner(gm, [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")])
 
 
+def _compile_all(inner: PieceCompiler, pieces: Sequence[fx.GraphModule]) -> list[Any]:
+    """The compiled pieces; those that are alike are one."""
+    compiled: dict[object, Any] = {}
+    found = []
+    for piece in pieces:
+        key = structure(piece) or piece
+        if key not in compiled:
+            compiled[key] = _compile(inner, piece)
+        found.append(compiled[key])
+    return found
+
+
 def _compile_later(again: Callable[[], Any], inner: PieceCompiler, pieces: Sequence[fx.GraphModule]) -> list[Any]:
     with again(), _compat.functorch_settings():
-        return [_compile(inner, piece) for piece in pieces]
+        return _compile_all(inner, pieces)
 
 
 def _interpret(gm: fx.GraphModule, _: Sequence[Any]) -> Any:

@@ -51,8 +51,11 @@ class Ending:
             backend.watch.keep_pending(backward.local.values())
         for launched, bucket, flat in backward.lazy:
             launched.views = bucket_views(bucket, flat)
+        buckets = [launched.parameters for launched, _, _ in backward.lazy]
         backward.lazy.clear()
         self._write_all(backend.registered.optimizer if synchronises else None)
+        for parameters in buckets:
+            backend.reduced.note(parameters)
         for parameter in backward.stood_in.values():  # autograd has accumulated nothing here, and called nobody
             _compat.run_other_accumulation_hooks(parameter)
         backend.watch.keep_pending(self.holdings.lay_back())

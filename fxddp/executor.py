@@ -15,6 +15,7 @@ A gradient goes back through autograd instead
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -143,9 +144,8 @@ def run_pieces(
         for slot in step.dead:
             values[slot] = None
         results = ranges.run_piece(piece, arguments, number) if _compat.profiling() else piece(arguments)
-        for slot, result in zip(step.outputs, results, strict=True):
-            values[slot] = result
-        del results
+        deque(map(values.__setitem__, step.outputs, results), maxlen=0)
+        del results  # and no loop variable that would keep the last of them, a packed bucket, through the next piece
         if step.bucket is not None:
             flat, wire = values[step.flat], None if step.wire < 0 else values[step.wire]
             values[step.flat] = None

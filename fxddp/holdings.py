@@ -1,7 +1,7 @@
 """What parameters hold of a backward before it is over: accumulated, set aside, kept back."""
 
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_
 
 import torch
@@ -17,12 +17,14 @@ class Holdings:
         taken: what was in `.grad` and went into a bucket, by id of the parameter: put back if the backward fails.
         aside: local gradients of graphs under `no_sync`, out of sight of the hooks; `.grad` gets them at the end.
         kept: gradients that were divided already and only travel at the end.
+        refilled: parameters and their `.grad`s, whose bucket was filled again in place.
     """
 
     def __init__(self) -> None:
         self.taken: dict[int, tuple[Tensor, Tensor]] = {}
         self.aside: dict[int, tuple[Tensor, Tensor]] = {}
         self.kept: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self.refilled: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
 
     def keep(self, parameter: Tensor, scaled: Tensor) -> None:
         """Keeps a gradient, divided already, for the end of this backward."""
@@ -70,6 +72,12 @@ class Holdings:
             parameter.grad = None
         self.aside[identity] = (parameter, gradient)
 
+    def refills(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Takes `.grad`s whose bucket was filled again in place, and travels."""
+        self.refilled.append((parameters, grads))
+        for parameter in parameters:
+            parameter.grad = None
+
     def lay_back(self) -> list[Tensor]:
         """The backward is over: what was set aside goes to `.grad`; the parameters."""
         laid = []
@@ -78,12 +86,19 @@ class Holdings:
             laid.append(parameter)
         self.aside.clear()
         self.taken.clear()
+        self.refilled.clear()
         return laid
 
     def put_back(self) -> None:
-        """The backward failed: every `.grad` is what it was, with what autograd accumulated since."""
+        """The backward failed: every `.grad` is what it was, with what autograd accumulated since.
+
+        Of what was filled again in place there are zeros, in new memory: the bucket may still be under way.
+        """
+        for parameter, grad in chain.from_iterable(zip(*pair, strict=True) for pair in self.refilled):
+            self.taken.setdefault(id(parameter), (parameter, torch.zeros_like(grad)))
         for parameter, old in [*self.taken.values(), *self.aside.values()]:
             parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
         self.taken.clear()
         self.aside.clear()
         self.kept.clear()
+        self.refilled.clear()

@@ -17,6 +17,7 @@ from .decision import Decision
 from .executor import Exceptions, bucket_views, run_pieces, scale_tensors
 from .packing import Assembly
 from .passes.plan import Bucket
+from .refill import refill
 
 if TYPE_CHECKING:
     from .artifact import SplitBackward
@@ -147,15 +148,11 @@ class Reduction(NodeRun):
             return
         wheres = [(bucket.index, i) for i in range(len(members))]
         if exceptions.local or exceptions.zeros or decision.defer:
-            for where, parameter, view in zip(wheres, members, bucket_views(bucket, flat), strict=True):
-                if where in exceptions.local:
-                    self.handed[where] = view / self.backward.scale
-                elif where in exceptions.zeros:
-                    view.zero_()
-                    self.backward.stands_in(parameter)
-                elif decision.defer and where not in exceptions.skipped:
-                    self.backward.holdings.keep(parameter, view)
+            self._set_apart(wheres, members, bucket_views(bucket, flat), defer=decision.defer)
         if decision.defer:
+            return
+        is_last = bucket is self._plan.buckets[-1]
+        if self._refill(bucket, flat, members, is_last=is_last):
             return
         if self._fold(bucket, flat, members) or exceptions.zeros:
             wire = None  # not the same any more
@@ -163,6 +160,34 @@ class Reduction(NodeRun):
             self._launch_ready(self._assembly, wheres, members, bucket_views(bucket, flat))
         else:
             self._launch(flat, wheres, members, bucket_views(bucket, flat), wire, is_last=is_last)
+
+    def _set_apart(
+        self, wheres: Sequence[Where], members: Sequence[Tensor], views: Sequence[Tensor], *, defer: bool
+    ) -> None:
+        """Sees to gradients of a packed bucket that do not travel in it, or only in the end."""
+        exceptions = self.exceptions
+        for where, parameter, view in zip(wheres, members, views, strict=True):
+            if where in exceptions.local:
+                self.handed[where] = view / self.backward.scale
+            elif where in exceptions.zeros:
+                view.zero_()
+                self.backward.stands_in(parameter)
+            elif defer and where not in exceptions.skipped:
+                self.backward.holdings.keep(parameter, view)
+
+    def _refill(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor], *, is_last: bool) -> bool:
+        """Adds the packed bucket to the one `.grad`s are still views of, and launches that; whether there is one."""
+        usual = members[0].grad is None or self._assembly is not None or not self.exceptions.none
+        backward = self.backward
+        if usual or self.exceptions.zeros or backward.holdings.aside:
+            return False
+        grads = backward.backend.reduced.gradients(bucket, members)
+        if grads is None:
+            return False
+        old = refill(bucket, flat, grads, backward.scale)
+        backward.holdings.refills(members, grads)
+        backward.launch(old, members, None, grads, is_last=is_last)
+        return True
 
     def _fold(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor]) -> bool:
         """Adds what the parameters accumulated so far to the packed bucket, and takes it from them; whether any had."""

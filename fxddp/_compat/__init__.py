@@ -28,6 +28,7 @@ from .autograd import (
     spare_undefined,
     task_id,
     upstream_leaves,
+    weak_memory,
 )
 from .compiling import (
     aot_compile,
@@ -176,6 +177,7 @@ __all__ = [
     "traces_compilation",
     "twin",
     "upstream_leaves",
+    "weak_memory",
     "when_scaled",
     "with_own_code",
 ]

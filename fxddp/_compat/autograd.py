@@ -117,6 +117,13 @@ So users may `detach_()` a `.grad` made by it. It passes by the dispatcher, whic
 """
 
 
+def weak_memory(tensor: Tensor) -> Any:
+    """Names the memory a tensor lies in without keeping it alive; equal for the same memory, and never for other."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 def no_view(tensor: Tensor) -> Tensor:
     """The same values in the same memory, not as a view."""
     return alias(tensor, tensor.shape, tensor.stride()) if tensor._is_view() else tensor
