@@ -219,6 +219,12 @@ def _bytes(name: str, mib: Any) -> int:
     return max(1, int(mib * MIB))
 
 
+def in_mib(nbytes: int) -> float:
+    """The shortest number of MiB that means these bytes: what was given, where that has few digits."""
+    rounded = (round(nbytes / MIB, digits) for digits in range(12))
+    return next((mib for mib in rounded if int(mib * MIB) == nbytes), nbytes / MIB)
+
+
 def _inductor_options(inner: object, options: Mapping[str, Any] | None, mode: str | None) -> dict[str, Any]:
     if options is not None and not isinstance(options, Mapping):
         raise ValueError(f"options must be a mapping of inductor settings or None, got {options!r}")

@@ -5,7 +5,7 @@ several groups    bucket i over group i modulo their number: the remedy of "PyTo
                   Accelerating Data Parallel Training" (Li et al., VLDB 2020, arXiv:2006.15704) where one group cannot
                   fill the link
 ring              reduce-scatter, then all-gather: 2(N-1)/N of a bucket's bytes each way per rank (Patarasuk and Yuan,
-                  "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009)
+                  "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009)
 two-dimensional   reduce-scatter inside a node, all-reduce across nodes of what a rank got, all-gather inside (as Jia
 mesh              et al., "Highly Scalable Deep Learning Training System with Mixed-Precision", arXiv:1807.11205)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fxddp
+from fxddp import units
 from fxddp.__main__ import main
-from fxddp.explain import units
 
 MODEL = """
 import torch

@@ -7,6 +7,7 @@ trace    for Perfetto                            advice   what would make it fas
 cli      python -m fxddp explain
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxddp import units
+from fxddp.arguments import positive, whole
 from fxddp.backend import Backend, backend_of
 from fxddp.config import Settings, make_settings
 from fxddp.group import alive
 from fxddp.passes.cost import Machine, Network, Speeds
 from fxddp.speeds import assumed
 
-from . import units
 from .dry import traced_on, try_forward
 from .gather import gather, name_of
 from .report import ASSUMED, GIVEN, MEASURED, Break, Bucket, Explanation, Gradient, Graph, Parameter, Pass, Piece, Size
@@ -51,6 +53,8 @@ FIELDS = {
     **dict.fromkeys(("process_group", "device_mesh", "algorithm"), TRAVEL),
 }
 """What an argument of `fxddp.backend` says in `Settings`, where that is not one field of its name."""
+
+_ARGUMENTS = inspect.signature(make_settings).parameters.keys()
 
 
 def explain(
@@ -93,11 +97,14 @@ def explain(
 
     Raises:
         ValueError: no inputs were given and the model is not compiled with fxddp, or an argument is not allowed.
+        TypeError: an argument is neither one of these nor one of `fxddp.backend`.
     """
-    if device is not None:
-        device = torch.device(device)
-    if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
-        raise ValueError(f"world_size must be a positive number of ranks, got {world_size!r}")
+    device = None if device is None else _device(device)
+    if world_size is not None:
+        whole("world_size", world_size, least=1)
+    unknown = sorted(backend_arguments.keys() - _ARGUMENTS)
+    if unknown:
+        raise TypeError(f"explain: {', '.join(unknown)} is neither an argument of explain nor of fxddp.backend")
     if not inputs and not kwargs:
         needs = sorted(backend_arguments) + ["device"] * (device is not None) + ["measure"] * measure
         if needs:
@@ -107,6 +114,9 @@ def explain(
             world_size,
             network=partial(_network, bandwidth=bandwidth, latency=latency),
             machine=partial(_machine, flops=flops, memory=memory_bandwidth),
+            origins=partial(
+                _origins, flops=flops, memory_bandwidth=memory_bandwidth, bandwidth=bandwidth, latency=latency
+            ),
         )
     if isinstance(model_or_backend, Backend):
         raise ValueError(
@@ -117,8 +127,8 @@ def explain(
     if world_size is None:
         world_size = _world_size(settings, trained)
     known = _measured(trained)
-    machine, computes = _machine(_device_type(model, device), known, flops=flops, memory=memory_bandwidth)
-    network, sends = _network(world_size, known, bandwidth=bandwidth, latency=latency)
+    machine = _machine(_device_type(model, device), known, flops=flops, memory=memory_bandwidth)
+    network = _network(world_size, known, bandwidth=bandwidth, latency=latency)
     speeds = Speeds(machine, network or assumed("cpu", 1).network)
     tried = try_forward(model, inputs, kwargs or {}, settings, speeds, device=device, measure=measure)
     notes = []
@@ -134,7 +144,7 @@ def explain(
         network=network,
         machine=machine,
         device=str(device) if device is not None and device.type != "meta" else None,
-        origins={"network": sends, "machine": GIVEN if measure else computes},
+        origins=_origins(known, flops=flops, memory_bandwidth=memory_bandwidth, bandwidth=bandwidth, latency=latency),
         notes=notes,
         tried=tried,
         trained=trained,
@@ -142,23 +152,41 @@ def explain(
 
 
 def _explain_compiled(
-    model: Any, world_size: int | None, *, network: Callable[..., Any], machine: Callable[..., Any]
+    model: Any,
+    world_size: int | None,
+    *,
+    network: Callable[..., Network | None],
+    machine: Callable[..., Machine],
+    origins: Callable[..., Mapping[str, str]],
 ) -> Explanation:
-    backend = model if isinstance(model, Backend) else backend_of(model)
+    try:
+        backend = model if isinstance(model, Backend) else backend_of(model)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; or give explain the inputs of one forward, for a model that was never run"
+        ) from None
     if world_size is None:
         group = backend.lookup()
         world_size = group.size if group is not None else None
     devices = [tensor.device.type for _, tensor in backend.known_tensors()]
     known = _measured(backend)
-    figures, computes = machine(devices[0] if devices else "cpu", known)
-    link, sends = network(world_size, known)
+    module = None if isinstance(model, Backend) else _plain(model)[0]
+    notes = []
+    if not any(site.compilation.backward for site in backend.sites):
+        notes.append(
+            "nothing with a backward was compiled so far: run a forward with grad enabled, or give explain its inputs"
+        )
+    others = backend.modules.apart_from(module) if isinstance(module, nn.Module) else ()
+    if others:
+        notes.append(f"this is all that the backend compiled, for {', '.join(map(name_of, others))} as well")
     return gather(
         backend,
-        model="fxddp" if isinstance(model, Backend) else name_of(_plain(model)[0]),
+        model="fxddp" if module is None else name_of(module),
         settings=backend.settings,
-        network=link,
-        machine=figures,
-        origins={"network": sends, "machine": computes},
+        network=network(world_size, known),
+        machine=machine(devices[0] if devices else "cpu", known),
+        origins=origins(known),
+        notes=notes,
         trained=backend,
     )
 
@@ -170,7 +198,7 @@ def _plain(model: Any) -> tuple[Any, Backend | None]:
     try:
         backend = backend_of(model)
     except ValueError:
-        return model, None
+        return getattr(model, "_orig_mod", model), None
     if isinstance(model, DistributedDataParallel):
         model = model.module
     return getattr(model, "_orig_mod", model), backend
@@ -204,30 +232,34 @@ def _measured(backend: Backend | None) -> Speeds | None:
     return group.speeds if group is not None and group.size > 1 else None
 
 
-def _machine(
-    kind: str, known: Speeds | None, *, flops: float | None, memory: float | str | None
-) -> tuple[Machine, str]:
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device: {device!r} is no device that torch knows") from None
+
+
+def _machine(kind: str, known: Speeds | None, *, flops: float | None, memory: float | str | None) -> Machine:
     base = assumed(kind, 1).machine if known is None else known.machine
-    if flops is not None and (not isinstance(flops, (int, float)) or not flops > 0):
-        raise ValueError(f"flops must be a positive number of operations per second, got {flops!r}")
-    machine = Machine(
+    if flops is not None:
+        positive("flops", flops)
+    return Machine(
         base.flops if flops is None else float(flops),
-        base.memory if memory is None else units.bandwidth(memory),
+        base.memory if memory is None else units.bandwidth(memory, "memory_bandwidth"),
         base.launch,
     )
-    return machine, _origin(known, given=flops is not None or memory is not None)
 
 
 def _network(
     world_size: int | None, known: Speeds | None, *, bandwidth: float | str | None, latency: float | str | None
-) -> tuple[Network | None, str]:
+) -> Network | None:
     usual = assumed("cpu", 1).network if known is None else known.network
     wide = usual.bandwidth if bandwidth is None else units.bandwidth(bandwidth)
     late = usual.latency if latency is None else units.seconds(latency)
-    if world_size is None:
-        return None, GIVEN
-    return Network(world_size, wide, late), _origin(known, given=bandwidth is not None)
+    return None if world_size is None else Network(world_size, wide, late)
 
 
-def _origin(known: Speeds | None, *, given: bool) -> str:
-    return GIVEN if given else ASSUMED if known is None else MEASURED
+def _origins(known: Speeds | None, **given: float | str | None) -> dict[str, str]:
+    """Where each figure comes from."""
+    otherwise = ASSUMED if known is None else MEASURED
+    return {name: otherwise if value is None else GIVEN for name, value in given.items()}

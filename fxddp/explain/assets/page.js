@@ -37,8 +37,10 @@ const digits = (value, n) => Number(value.toPrecision(n)).toString();
 
 const mib = (value) => (typeof value === "string" ? value : `${digits(value, 4)} MiB`);
 const sized = (settings) => {
-  const first = settings.first_bucket_mb;
-  return typeof first === "string" ? "sizes of buckets chosen" : `buckets of ${mib(settings.bucket_mb)}, the first of ${mib(first)}`;
+  const several = settings.bucket_cap_mb_list || [], bytes = buckets.map((b) => b.nbytes);
+  if (several.length) return `buckets of ${several.map((each) => digits(each, 4)).join(", ")} MiB`;
+  if (typeof settings.bucket_mb !== "string") return `buckets of ${mib(settings.bucket_mb)}, the first of ${mib(settings.first_bucket_mb)}`;
+  return `${bytes.length ? `buckets of ${size(Math.min(...bytes))} to ${size(Math.max(...bytes))}, chosen by ` : ""}bucket_mb="auto"`;
 };
 
 function size(bytes) {
@@ -49,6 +51,7 @@ function size(bytes) {
 
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
+  seconds = Number(seconds.toPrecision(3));
   for (const [unit, factor] of [["s", 1], ["ms", 1e-3], ["µs", 1e-6]])
     if (seconds >= factor) return `${digits(seconds / factor, 3)} ${unit}`;
   return seconds ? `${Math.round(seconds * 1e9)} ns` : "0";
@@ -396,10 +399,10 @@ function graphs() {
 }
 
 function settings() {
-  const assumed = (what) => (report.assumed.includes(what) ? " (assumed)" : "");
+  const origin = (what) => (report.assumed.includes(what) ? " (assumed)" : report.measured.includes(what) ? " (measured)" : "");
   const list = Object.entries(report.settings).map(([name, value]) => [name, typeof value === "number" ? digits(value, 4) : value === null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value)]);
-  if (network) list.push(["network", `${digits((network.bandwidth * 8) / 1e9, 4)} Gbit/s, ${duration(network.latency)} a message${assumed("network")}: ring all-reduce`]);
-  list.push(["machine", `${digits(report.machine.flops / 1e12, 3)} TFLOP/s, ${digits(report.machine.memory / 1e9, 4)} GB/s of memory${assumed("machine")}`]);
+  if (network) list.push(["network", `${digits((network.bandwidth * 8) / 1e9, 4)} Gbit/s${origin("bandwidth")}, ${duration(network.latency)} a message${origin("latency")}: ring all-reduce`]);
+  list.push(["machine", `${digits(report.machine.flops / 1e12, 3)} TFLOP/s${origin("flops")}, ${digits(report.machine.memory / 1e9, 4)} GB/s of memory${origin("memory_bandwidth")}`]);
   $("settings").append(make("dl", {}, list.flatMap(([name, value]) => [make("dt", {}, name), make("dd", { class: "mono" }, value)])));
 }
 
