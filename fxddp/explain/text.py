@@ -11,6 +11,9 @@ from .report import ASSUMED, GIVEN, MEASURED, Bucket, Explanation, Graph, Parame
 
 ROWS = 24
 NAMES = 6
+BESIDE = 30
+"""Characters that names need beside a bucket's figures; they have a line of their own where there are fewer."""
+
 PLAIN = "all-reduce"
 """The route that need not be told."""
 
@@ -116,31 +119,26 @@ def graph_lines(graph: Graph, width: int = 160) -> Iterator[str]:
     if not graph.buckets:
         yield "  no gradients of parameters"
         return
+    sent = any(bucket.predicted is not None for bucket in graph.buckets)
     recorded = any(bucket.measured is not None for bucket in graph.buckets)
-    head = ["bucket", "bytes", "dtype", "after", "ready", "sent in", "exposed"] + ["measured"] * recorded
     shown = _some(graph.buckets)
-    rows = [head]
+    rows = [["bucket", "bytes", "dtype", "after", "ready", *["sent in", "exposed"] * sent, *["measured"] * recorded]]
     for each in filter(None, shown):
-        row = [
-            str(each.index),
-            size(each.nbytes),
-            each.dtype,
-            f"piece {each.piece}",
-            share(each.last.before),
-            duration(each.predicted),
-            duration(each.exposed),
-        ]
-        rows.append([*row, *[duration(each.measured)] * recorded])
+        rows.append([str(each.index), size(each.nbytes), each.dtype, f"piece {each.piece}", share(each.last.before)])
+        rows[-1] += [duration(each.predicted), duration(each.exposed)] * sent + [duration(each.measured)] * recorded
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) + "  " for row in rows]
     indent = " " * (4 + widths[0])
-    yield table.pop(0) + "parameters"
+    beside = width - len(table[0]) >= BESIDE
+    yield table.pop(0) + "parameters" * beside
     for bucket in shown:
         if bucket is None:
             yield f"  {'…':>{widths[0]}}  ({len(graph.buckets) - ROWS} more)"
             continue
-        row_start = table.pop(0)
-        yield row_start + fitting(bucket.names, width - len(row_start))
+        figures_of_it = table.pop(0)
+        yield figures_of_it + (fitting(bucket.names, width - len(figures_of_it)) if beside else "")
+        if not beside:
+            yield indent + fitting(bucket.names, width - len(indent))
         yield indent + _waits(bucket, width - len(indent))
         if bucket.route != PLAIN:
             yield indent + f"travels by {bucket.route}"
