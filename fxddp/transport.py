@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _compat, ranges
 from .group import GroupReference, alive
+from .units import count
 
 if TYPE_CHECKING:
     from .config import Settings
@@ -248,9 +249,9 @@ def describe(settings: "Settings", index: int | None = None) -> str:
         return "reduce-scatter, all-gather"
     if settings.mesh is not None:
         nodes, node = settings.mesh.size(0), settings.mesh.size(1)
-        inside, across = f"inside ({node} ranks)", f"across ({nodes} ranks)"
+        inside, across = f"inside ({count(node, 'rank')})", f"across ({count(nodes, 'rank')})"
         return f"reduce-scatter {inside}, all-reduce {across}, all-gather {inside}"
     if settings.lanes:
-        count = len(settings.lanes)
-        return f"all-reduce over group {'0 to ' * (index is None)}{count - 1 if index is None else index % count}"
+        lanes = len(settings.lanes)
+        return f"all-reduce over group {'0 to ' * (index is None)}{lanes - 1 if index is None else index % lanes}"
     return "all-reduce"

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fxddp import units
@@ -82,7 +83,8 @@ def explain(
         model_or_backend: a module, a function, something compiled with fxddp, its wrapper, or a `Backend`.
         inputs: positional arguments of one forward.
         kwargs: keyword arguments of that forward.
-        world_size: number of ranks to report for; by default that of the backend's group, if there is one.
+        world_size: number of ranks to report for; by default that of the backend's group, or of the default group, if
+            there is one.
         bandwidth: what each rank can send: "100Gbit/s", "12.5GB/s", or bytes per second.
         latency: of an empty message: "5us", or seconds.
         flops: floating point operations per second of one rank's processor.
@@ -207,8 +209,9 @@ def _plain(model: Any) -> tuple[Any, Backend | None]:
 def _world_size(settings: Settings, trained: Backend | None) -> int | None:
     if settings.process_group is not None:
         return alive(settings.process_group).size()
-    group = None if trained is None else trained.lookup()
-    return None if group is None else group.size
+    if trained is not None and (group := trained.lookup()) is not None:
+        return group.size
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
 
 
 def _changed(settings: Settings, arguments: Mapping[str, Any]) -> Settings:

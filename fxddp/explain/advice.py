@@ -65,10 +65,11 @@ def _first(found: Explanation) -> Iterator[str]:
         return
     if found.settings["bucket_mb"] == AUTO or found.settings["bucket_cap_mb_list"]:
         return
+    before = ranked[-2].before
+    earlier = f"; without it, it could leave after {share(before)}" * (last.before - before > WORTH)
     yield (
-        f"the first bucket waits for {last.name}, ready after {share(last.before)} of the backward; without it, it "
-        f"could leave after {share(ranked[-2].before)}: a smaller first_bucket_mb than "
-        f"{mib(found.settings['first_bucket_mb'])} starts the network sooner"
+        f"the first bucket waits for {last.name}, ready after {share(last.before)} of the backward{earlier}: a smaller "
+        f"first_bucket_mb than {mib(found.settings['first_bucket_mb'])} starts the network sooner"
     )
 
 

@@ -79,7 +79,8 @@ def _buckets(found: Explanation) -> str:
             return f"buckets of {', '.join(map(mib, several))} MiB, one after the other"
         return f"buckets of {mib(settings['bucket_mb'])} MiB (the first of {mib(settings['first_bucket_mb'])} MiB)"
     sizes = sorted(bucket.nbytes for bucket in found.buckets) or [0]
-    return f'buckets of {size(sizes[0])} to {size(sizes[-1])}, chosen by bucket_mb="auto"'
+    between = " to ".join(dict.fromkeys(map(size, (sizes[0], sizes[-1]))))
+    return f'buckets of {between}, chosen by bucket_mb="auto"'
 
 
 def _travel(found: Explanation) -> Iterator[str]:
@@ -90,7 +91,10 @@ def _travel(found: Explanation) -> Iterator[str]:
     parts = []
     if settings["algorithm"] != "all_reduce":
         mesh = settings["device_mesh"]
-        parts.append(f"algorithm={settings['algorithm']}" + (f" on {mesh[0]} nodes of {mesh[1]} ranks" if mesh else ""))
+        parts.append(
+            f"algorithm={settings['algorithm']}"
+            + (f" on {count(mesh[0], 'node')} of {count(mesh[1], 'rank')}" if mesh else "")
+        )
     if settings["process_groups"] > 1:
         parts.append(f"{settings['process_groups']} process groups in turns")
     if settings["comm_hook"] is not None:
@@ -141,7 +145,7 @@ def graph_lines(graph: Graph, width: int = 160) -> Iterator[str]:
             yield indent + fitting(bucket.names, width - len(indent))
         yield indent + _waits(bucket, width - len(indent))
         if bucket.route != PLAIN:
-            yield indent + f"travels by {bucket.route}"
+            yield from _wrapped(f"travels by {bucket.route}", width, indent, f"{indent}  ")
     if graph.unused:
         yield f"  no gradient in this graph: {names(graph.unused, NAMES)}"
 

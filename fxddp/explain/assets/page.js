@@ -40,7 +40,8 @@ const sized = (settings) => {
   const several = settings.bucket_cap_mb_list || [], bytes = buckets.map((b) => b.nbytes);
   if (several.length) return `buckets of ${several.map((each) => digits(each, 4)).join(", ")} MiB`;
   if (typeof settings.bucket_mb !== "string") return `buckets of ${mib(settings.bucket_mb)}, the first of ${mib(settings.first_bucket_mb)}`;
-  return `${bytes.length ? `buckets of ${size(Math.min(...bytes))} to ${size(Math.max(...bytes))}, chosen by ` : ""}bucket_mb="auto"`;
+  const between = [...new Set([size(Math.min(...bytes)), size(Math.max(...bytes))])].join(" to ");
+  return `${bytes.length ? `buckets of ${between}, chosen by ` : ""}bucket_mb="auto"`;
 };
 
 function size(bytes) {
