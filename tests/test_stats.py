@@ -343,6 +343,8 @@ def wrapped(rank: int, world: int) -> None:
     before = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     trained = fxddp.explain(model)
     expect(trained.model == "Mlp" and trained.world_size == world, f"{trained.model} on {trained.world_size}")
+    planned = fxddp.explain(seeded(0, Mlp), x, inner="aot_eager")
+    expect(planned.world_size == world, f"a model that was not wrapped is planned for {planned.world_size} ranks")
     expect(bool(trained.recorded), "the backward is not there")
     names = {name for name, _ in module.named_parameters()}
     expect({name for bucket in trained.buckets for name in bucket.names} == names, "other names")

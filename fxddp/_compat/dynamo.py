@@ -131,10 +131,10 @@ def compiled_for_once(backend: Any) -> Iterator[None]:
 
     shapes = pgo._CODE_STATE, pgo._INIT_CODE_STATE  # those seen before, which would become dynamic
     pgo._CODE_STATE, pgo._INIT_CODE_STATE = defaultdict(pgo.CodeState), None
-    limits = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
-    kept = {"automatic_dynamic_local_pgo": False, "automatic_dynamic_remote_pgo": False}
+    config: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 1 << 20)
+    config |= dict.fromkeys(("automatic_dynamic_local_pgo", "automatic_dynamic_remote_pgo"), False)
     try:
-        with torch._dynamo.config.patch(**limits, **kept):
+        with torch._dynamo.config.patch(config):
             yield
     finally:
         pgo._CODE_STATE, pgo._INIT_CODE_STATE = shapes

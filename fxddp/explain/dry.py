@@ -134,7 +134,8 @@ def try_forward(
         before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         if isinstance(model, nn.Module):
             backend.adopt(model)
-        compiled: Callable[..., Any] = torch.compile(model, backend=backend, isolate_recompiles=True)
+        compile_alone: Any = torch.compile  # its overloads leave `isolate_recompiles` out
+        compiled: Callable[..., Any] = compile_alone(model, backend=backend, isolate_recompiles=True)
         try:
             with (
                 _compat.graph_breaks_logged() as breaks,
