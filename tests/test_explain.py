@@ -190,7 +190,7 @@ class Deep(nn.Module):
 def test_a_long_name_is_cut_at_its_beginning() -> None:
     shown = text(explain(Deep(), world_size=2), 80)
     assert re.search(r"  …\S+part_2\.bias, … \(6 in all\)$", shown, re.MULTILINE)
-    assert re.search(r"waits for …\S+part_2\.weight  ◂ test_explain.py:\d+", shown)
+    assert re.search(r"waits for …\S+part_\d\.weight  ◂ test_explain.py:\d+", shown)
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -317,7 +317,7 @@ def test_auto_says_what_it_planned_for() -> None:
 
 def test_auto_plans_with_what_travels_between_that_many_ranks() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    hook: dict[str, Any] = {"comm_hook": fxddp.Int8(block=64), "bandwidth": "200Mbit/s", "latency": 0}
+    hook: dict[str, Any] = {"comm_hook": fxddp.Int8(block=1024), "bandwidth": "200Mbit/s", "latency": 0}
     auto, fixed = (explain(model, 64, bucket_mb=mib, x=torch.randn(600, 64), **hook) for mib in ("auto", 25))
     assert auto.sizes[0].buckets == fixed.sizes[0].buckets == len(auto.buckets)
     assert auto.sizes[0].exposed == pytest.approx(fixed.sizes[0].exposed, rel=0.01)
@@ -516,7 +516,7 @@ def test_it_explains_every_time_as_the_first_time() -> None:
         found = explain(model, x=torch.randn(size, 8))
         assert [piece.cost for piece in found.graphs[0].pieces] == [""] * len(found.graphs[0].pieces)
     gc.collect()
-    assert not [kept for kept in gc.get_objects() if isinstance(kept, DryBackend)]
+    assert not [kept for kept in gc.get_objects() if type(kept) is DryBackend]
     compiled = torch.compile(model, backend=fxddp.backend(inner="aot_eager"))
     compiled(torch.randn(6, 8)).sum().backward()
     (graph,) = fxddp.explain(compiled).graphs
