@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from pathlib import Path
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -226,9 +226,19 @@ _PREFIX = "_orig_mod."
 
 
 def _without_prefix(_: Any, state: Any, prefix: str, __: Any) -> None:
+    if _asked_by_checkpoint_functions():
+        return
     for names in (state, getattr(state, "_metadata", {})):
         for name in [name for name in names if name.startswith(prefix + _PREFIX)]:
             names[prefix + name.removeprefix(prefix + _PREFIX)] = names.pop(name)
+
+
+def _asked_by_checkpoint_functions() -> bool:
+    # torch.distributed.checkpoint.state_dict takes the prefix away itself, and insists on finding it.
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        caller = caller.f_back
+    return caller is not None
 
 
 def _with_prefix(state: Any, prefix: str, *_: Any) -> None:
