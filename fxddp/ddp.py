@@ -140,6 +140,7 @@ class DistributedDataParallel(Members):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        checked.types(module, device_mesh, mixed_precision)
         checked.flags(
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
