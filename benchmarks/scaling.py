@@ -35,7 +35,8 @@ from benchmarks.models import MODELS, Transformer
 from benchmarks.network import Network as Link
 from benchmarks.network import bits_per_second, open_network
 from benchmarks.step_time import fresh_models
-from fxddp.explain import Explanation, units
+from fxddp import units
+from fxddp.explain import Explanation
 from fxddp.passes.bucketing import plan_buckets
 from fxddp.passes.cost import Network
 from fxddp.passes.plan import BucketPlan, GradSpec

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/compression.py                    # PowerSGD
     torchrun --nproc-per-node 2 examples/compression.py --codec int8       # or fp16, bf16, adaptive, none
+    torchrun --nproc-per-node 2 examples/compression.py --codec hook       # a communication hook of torch's, as it is
 
 The model learns to imitate another one of the same shape. With PowerSGD and Int8 each rank owes the others what it has
 not sent yet; that belongs to the checkpoint, and differs from rank to rank. So each rank saves a state of its own.
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import fxddp
 
@@ -27,6 +29,7 @@ CODECS: dict[str, Any] = {
     "powersgd": lambda: fxddp.PowerSGD(4, start_iter=10, min_compression_rate=1),
     "int8": fxddp.Int8,
     "adaptive": lambda: fxddp.Adaptive(start_iter=5, every=20),
+    "hook": lambda: default_hooks.fp16_compress_hook,
 }
 
 

@@ -1,7 +1,7 @@
 """Adaptive: as few bytes as the measured error allows.
 
 The discussion of Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
-arXiv:2006.15704 (section 6.3), leaves open how far gradients may be compressed; here that is measured while training.
+arXiv:2006.15704, leaves open how far gradients may be compressed; here that is measured while training.
 """
 
 import math
@@ -35,6 +35,9 @@ class Adaptive(Codec):
     `tolerance`; else as they are. The figures, four float64 for each bucket, are all-reduced beside the bucket, so all
     ranks decide alike. Where nothing can be concluded (all zeros, not finite) what was decided before stays.
 
+    That compression should follow what the gradients bear is proposed, as future work, by Li et al., "PyTorch
+    Distributed", VLDB 2020, arXiv:2006.15704; the rule is fxddp's own.
+
     Args:
         tolerance: relative error that is allowed. Normally distributed gradients have 0.007 as bytes,
             0.0017 in bfloat16 and 0.0002 in float16.
@@ -49,7 +52,7 @@ class Adaptive(Codec):
         model = torch.compile(module, backend=fxddp.backend(comm_hook=fxddp.Adaptive(0.01)))
 
     Raises:
-        ValueError: an argument is not allowed.
+        ValueError: an argument is not allowed; names argument, value and what is allowed.
     """
 
     def __init__(
@@ -78,6 +81,11 @@ class Adaptive(Codec):
             f"Adaptive(tolerance={self.tolerance}, start_iter={self.start_iter}, every={self.every}, "
             f"block={self.block}, use_error_feedback={self.use_error_feedback})"
         )
+
+    @property
+    def remark(self) -> str:
+        """As `Codec.remark`."""
+        return f"Adaptive is shown as it starts, uncompressed: from step {self.start_iter} on what it measures decides"
 
     def levels(self) -> dict[str, str]:
         """How each parameter travels now, by qualified name: "full", "bf16", "fp16" or "int8"."""

@@ -149,7 +149,7 @@ class Agreement:
         backend = group.owner(owner) or self._backend()
         assert backend is not None
         try:
-            return decide(events, find_unused=backend.settings.find_unused_parameters, name=backend.replica.title)
+            return decide(events, find_unused=backend.settings.find_unused_parameters, name=group.title)
         except Different as error:
             raise RanksDisagree(str(error)) from None
 

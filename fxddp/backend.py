@@ -21,7 +21,7 @@ from .comm_hook import CommHook
 from .compiled import backend_of, listen, no_sync
 from .compiler import Compilation
 from .compression import Codec
-from .config import AUTO, FIRST_MB, MIB, USUAL_MB, Settings, make_settings, split_options
+from .config import AUTO, FIRST_MB, USUAL_MB, Settings, in_mib, make_settings, split_options
 from .decision import Decision
 from .group import Group, GroupLookup
 from .modules import Modules, owners
@@ -36,6 +36,7 @@ from .site import Site, inspect
 from .speeds import assumed, speeds_of
 from .stats import EventLog, Stats
 from .uncovered import Watch, refuse_subclass
+from .units import mib
 
 __all__ = ["Backend", "backend", "backend_of", "by_name", "no_sync"]
 
@@ -75,7 +76,7 @@ class Backend:
 
     def __repr__(self) -> str:
         settings = self.settings
-        size = AUTO if settings.auto else f"{settings.cap / MIB:g} MiB"
+        size = AUTO if settings.auto else f"{mib(in_mib(settings.cap))} MiB"
         return f"<fxddp backend: buckets of {size}, inner={settings.inner!r}, split={settings.split}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Backend":
@@ -253,7 +254,8 @@ class Backend:
             RuntimeError: there is one already, or a codec, or several groups or steps.
             TypeError, ValueError: it is no such function.
 
-        An error in the hook ends the backward, with its name, the bucket's number and its parameters:
+        An error in the hook ends the backward, with its name, the bucket's number and its parameters. See
+        examples/compression.py, `--codec hook`, for a hook of torch's own:
 
             backend.register_comm_hook(None, default_hooks.fp16_compress_hook)
         """
@@ -316,7 +318,12 @@ def backend(
     comm_hook: str | Codec | Callable[..., Any] | None = None,
     optimizer: Optimizer | None = None,
 ) -> Backend:
-    """Makes a backend for `torch.compile` that trains data-parallel.
+    """Makes a backend for `torch.compile` that trains data-parallel: each `.grad` is the average over the ranks.
+
+    Buckets and overlap are those of Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+    Training", VLDB 2020, arXiv:2006.15704; here the backward graph is cut. One backend may serve several models.
+
+        model = torch.compile(model, backend=fxddp.backend(bucket_mb=25))
 
     Args:
         bucket_mb: size of a bucket in MiB; gradients are all-reduced bucket by bucket, in the order they become ready.

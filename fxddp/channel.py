@@ -53,7 +53,13 @@ _RECORD = struct.Struct(f"!{WORDS + 2}q")
 
 
 class RanksDisagree(RuntimeError):
-    """Ranks came to the same point of a training run with different parameters, shapes or settings."""
+    """Ranks came to the same point of a training run with different parameters, shapes, settings or steps.
+
+    Raised on every rank that takes part, before anything of the step travels, in the forward of first contact or from
+    `loss.backward()`; the text names ranks, parameters, what was expected and what to do. A rank that waits for one
+    that left, or does something else, raises it within seconds where that rank can be asked, or else within the
+    timeout of the process group. Where the ranks have lost each other it is raised again by every later step.
+    """
 
 
 class Failed(RuntimeError):

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 def backend_of(model: Any) -> "Backend":
     """The backend of a model or function compiled with fxddp; of a regionally compiled module, that of its first part.
 
+    Args:
+        model: what `torch.compile` returned, a module on which `.compile()` was called, one with such parts, or a
+            `fxddp.DistributedDataParallel`.
+
     Raises:
         ValueError: it is not compiled, or with another backend.
     """
@@ -32,7 +36,21 @@ def backend_of(model: Any) -> "Backend":
 
 @contextmanager
 def no_sync(model: Any) -> Iterator[None]:
-    """`Backend.no_sync` for one compiled model, whatever backends its parts have."""
+    """`Backend.no_sync` for one compiled model, whatever backends its parts have.
+
+    Args:
+        model: as in `backend_of`; of a function, everything on its backend is meant.
+
+    Raises:
+        ValueError: it is not compiled, or with another backend.
+
+    The gradients of several micro-batches travel once, with the last:
+
+        with fxddp.no_sync(model):
+            for micro_batch in micro_batches[:-1]:
+                model(micro_batch).sum().backward()
+        model(micro_batches[-1]).sum().backward()
+    """
     backend_of(model)
     with ExitStack() as stack:
         for each in backends_in(model):

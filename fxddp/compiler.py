@@ -128,7 +128,8 @@ class Compilation:
 
     def _sent(self, grad: GradSpec) -> int:
         """Bytes that travel for a gradient."""
-        return self._settings.wire_bytes(Bucket(0, (grad,)), 1 if self.speeds is None else self._group[1])
+        assert self.speeds is not None
+        return self._settings.wire_bytes(Bucket(0, (grad,)), self.speeds.network.world_size)
 
     def _fingerprint(self) -> str:
         """What the backward depends on beyond the Dynamo graph: fxddp's code, settings, and who is a parameter."""

@@ -42,6 +42,11 @@ class Codec(ABC):
         self.memory = Memory()
         self._loaded = ""
 
+    @property
+    def remark(self) -> str:
+        """What the bytes and times of a step that was only planned leave out."""
+        return ""
+
     @abstractmethod
     def __str__(self) -> str:
         """The codec and its arguments, the same on all ranks."""

@@ -136,16 +136,16 @@ def make_settings(
         comm_hook=None if codec is not None else comm_hook,  # type: ignore[arg-type]  # then it is callable
         codec=codec,
         optimizer=optimizer,
-        cap=_bytes("bucket_mb", USUAL_MB if auto else bucket_mb),
+        cap=size_in_bytes("bucket_mb", USUAL_MB if auto else bucket_mb),
         auto=auto,
-        first_cap=_bytes("first_bucket_mb", first_bucket_mb),
+        first_cap=size_in_bytes("first_bucket_mb", first_bucket_mb),
         process_group=group,
         lanes=lanes,
         algorithm=algorithm,
         mesh=device_mesh if algorithm == "hierarchical" else None,
         inner=inner,
         options=_inductor_options(inner, options, mode),
-        caps=tuple(_bytes("bucket_cap_mb_list", size) for size in bucket_mb_list),
+        caps=tuple(size_in_bytes("bucket_cap_mb_list", size) for size in bucket_mb_list),
         **flags,
     )
 
@@ -212,11 +212,22 @@ def _codec(comm_hook: Any) -> Codec | None:
     return None
 
 
-def _bytes(name: str, mib: Any) -> int:
+def size_in_bytes(name: str, mib: Any) -> int:
+    """Bytes of an argument given in MiB.
+
+    Raises:
+        ValueError: it is no size.
+    """
     if isinstance(mib, bool) or not isinstance(mib, (int, float)) or not math.isfinite(mib) or mib <= 0:
-        allowed = f", or {AUTO!r}" if name == "bucket_mb" else ""
+        allowed = f", or {AUTO!r}" if name in ("bucket_mb", "bucket_cap_mb") else ""
         raise ValueError(f"{name} must be a positive, finite number of MiB{allowed}, got {mib!r}")
     return max(1, int(mib * MIB))
+
+
+def in_mib(nbytes: int) -> float:
+    """The shortest number of MiB that means these bytes: what was given, where that has few digits."""
+    rounded = (round(nbytes / MIB, digits) for digits in range(12))
+    return next((mib for mib in rounded if int(mib * MIB) == nbytes), nbytes / MIB)
 
 
 def _inductor_options(inner: object, options: Mapping[str, Any] | None, mode: str | None) -> dict[str, Any]:

@@ -42,7 +42,10 @@ class DistributedDataParallel(Members):
     A drop-in for `torch.nn.parallel.DistributedDataParallel`: same arguments, same names in `state_dict`. The module is
     compiled with an `fxddp.backend` of its own, which `backend` gives; what a graph does not cover is averaged at the
     end of the same backward. A collective: ranks check that they hold the same parameters and buffers, and get rank 0's
-    values.
+    values. The contract is that of Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+    Training", VLDB 2020, arXiv:2006.15704.
+
+        model = fxddp.DistributedDataParallel(module)  # in place of torch.nn.parallel.DistributedDataParallel
 
     Arguments of torch's class, where they mean something else or nothing here:
 
@@ -140,6 +143,7 @@ class DistributedDataParallel(Members):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        checked.types(module, device_mesh, mixed_precision)
         checked.flags(
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from . import _compat
 from ._compat import data_parallel as stock
-from .config import AUTO, FIRST_MB, USUAL_MB
+from .config import AUTO, FIRST_MB, USUAL_MB, size_in_bytes
 from .module_backend import compiled_with_fxddp, wrapped_with_fxddp
 from .uncovered import refuse_subclass
 
@@ -23,6 +23,15 @@ def flags(**values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def types(module: Any, device_mesh: Any, mixed_precision: Any) -> None:
+    """Refuses what is no module, mesh or configuration at all."""
+    given = {"module": module, "device_mesh": device_mesh, "mixed_precision": mixed_precision}
+    wanted = {"module": nn.Module, "device_mesh": DeviceMesh, "mixed_precision": stock.MixedPrecision}
+    for name, value in given.items():
+        if not isinstance(value, wanted[name]) and (value is not None or name == "module"):
+            raise ValueError(f"{name} must be a {wanted[name].__module__}.{wanted[name].__qualname__}, got {value!r}")
 
 
 def group(process_group: Any, device_mesh: DeviceMesh | None, algorithm: str | None = None) -> dist.ProcessGroup:
@@ -221,4 +230,5 @@ def bucket_sizes(bucket_cap_mb: Any, several: Sequence[float] | None, first: flo
         return [USUAL_MB], FIRST_MB if first is None else first
     if bucket_cap_mb == AUTO:
         return [AUTO], FIRST_MB if first is None else first
+    size_in_bytes("bucket_cap_mb", bucket_cap_mb)
     return [bucket_cap_mb], bucket_cap_mb if first is None else first

@@ -241,15 +241,11 @@ EVALUATES = (
 def _difference(active: dict[int, Event], name: Callable[[int], str]) -> str:
     rank, first = next(iter(active.items()))
     other, event = next((other, event) for other, event in active.items() if event != first)
-    if event.kind != first.kind and MEASURE in (first.kind, event.kind):
-        return (
-            f"rank {rank} is at {_where(first, name)} while rank {other} is at {_where(event, name)}: give all ranks "
-            "the same bucket_mb, and compile the model's first training step on all of them"
-        )
     if event.kind != first.kind:
-        return (
-            f"rank {rank} is at {_where(first, name)} while rank {other} is at {_where(event, name)}: they took "
-            f"different paths through the model. {EVALUATES if BUFFERS in (first.kind, event.kind) else REMEDY}"
+        return _different_kinds(
+            first.kind,
+            event.kind,
+            f"rank {rank} is at {_where(first, name)} while rank {other} is at {_where(event, name)}",
         )
     parts = []
     for one, mine, theirs in ((rank, first, event), (other, event, first)):
@@ -273,7 +269,26 @@ def _difference(active: dict[int, Event], name: Callable[[int], str]) -> str:
             f"ranks break the model into different graphs, whose buffers differ: {'; '.join(parts)}. Use "
             "fxddp.DistributedDataParallel, which sends all buffers at once, or forward_sync_buffers=False"
         )
+    if event.owner != first.owner:
+        return (
+            f"ranks are in backwards of different models (at {first.kind}): {'; '.join(parts)}. Run the backwards of "
+            "several models in the same order on all ranks"
+        )
     return f"ranks reduce different parameters in the same backward (at {first.kind}): {'; '.join(parts)}. {REMEDY}"
+
+
+def _different_kinds(one: str, other: str, places: str) -> str:
+    kinds = (one, other)
+    if MEASURE in kinds:
+        return (
+            f"{places}: give all ranks the same bucket_mb, and compile the model's first training step on all of them"
+        )
+    if CONTACT in kinds:
+        return (
+            f"{places}: they took different paths through the model, or parameters were added, or converted to another "
+            f"dtype, shape or memory order, on one of them alone. Do that on all ranks before the same step. {REMEDY}"
+        )
+    return f"{places}: they took different paths through the model. {EVALUATES if BUFFERS in kinds else REMEDY}"
 
 
 def hooks_differ(one: str, mine: Sequence[str], other: str, theirs: Sequence[str]) -> str:
@@ -287,7 +302,8 @@ def hooks_differ(one: str, mine: Sequence[str], other: str, theirs: Sequence[str
 
 
 def _where(event: Event, name: Callable[[int], str]) -> str:
-    members = some(event.members, name)
+    met = [kind[0] for kind in (event.details or {}).get("kinds", ())] if event.kind == CONTACT else []
+    members = some(event.members, name) or some(range(len(met)), met.__getitem__)
     return event.kind + (f" with {members}" if members else "")
 
 

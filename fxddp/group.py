@@ -95,6 +95,13 @@ class Group:
         reference = self.owners.get(number)
         return None if reference is None else reference()
 
+    def title(self, number: int) -> str:
+        """Qualified name and shape of a tensor by the number that ranks share, whichever backend met it."""
+        owners = [owner for reference in self.owners.values() if (owner := reference()) is not None]
+        return next(
+            (owner.replica.title(number) for owner in owners if number in owner.replica), f"<parameter {number}>"
+        )
+
     def remember(self, records: tuple[Record, ...], decision: Decision) -> None:
         """Keeps a joint decision; all ranks make the same ones, and forget them at the same time."""
         self._joint_size += sum(map(len, decision.buckets)) + len(records)

@@ -35,6 +35,10 @@ class Int8(Codec):
 
     Of a block with a value that is not finite nothing that is finite arrives, so that `GradScaler` notices.
 
+    The collectives are those of Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, the bytes near those of
+    Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", ICLR 2016, arXiv:1511.04561; error feedback is
+    that of Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
+
     Args:
         block: elements that share a scale, a multiple of 8.
         use_error_feedback: add what rounding took to the next gradient. Takes memory of the size of the gradients.
@@ -44,7 +48,7 @@ class Int8(Codec):
         model = torch.compile(module, backend=fxddp.backend(comm_hook=fxddp.Int8()))
 
     Raises:
-        ValueError: an argument is not allowed.
+        ValueError: an argument is not allowed; names argument, value and what is allowed.
     """
 
     steps = "all-to-all, all-gather"

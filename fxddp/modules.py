@@ -80,6 +80,11 @@ class Modules:
                     found[first[identity]] = tuple(name for name in same if name != first[identity])
         return found
 
+    def apart_from(self, module: nn.Module) -> list[nn.Module]:
+        """The known modules that share no parameter with this one."""
+        own = set(map(id, module.parameters()))
+        return [other for other in self._alive() if other is not module and own.isdisjoint(map(id, other.parameters()))]
+
     def used_before(self, owners_of: Mapping[int, str], begins: Iterable[Kind]) -> set[int]:
         """Tensors without a gradient that may have been computed with when a graph runs, by id.
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _compat
 from .passes.plan import BucketPlan
+from .units import count, size
 
 if TYPE_CHECKING:
     from .site import Site
@@ -74,7 +75,7 @@ class PlanLog:
             }
         where = f"{frame[2]} ({frame[0]}:{frame[1]})" if frame is not None else "a graph"
         if logs:
-            lines = [f"{where}: {len(graph.buckets)} buckets, {graph.nbytes} bytes", *graph_lines(graph)]
+            lines = [f"{where}: {count(len(graph.buckets), 'bucket')}, {size(graph.nbytes)}", *graph_lines(graph)]
             if again is not None:
                 lines.append(f"  compiled again, as {again['reason']}")
                 lines += [f"  {change}" for change in again["changes"]]
@@ -110,7 +111,7 @@ def changes(before: BucketPlan, names: Mapping[int, str], after: BucketPlan, new
     if len(before.buckets) != len(after.buckets):
         found.append(f"buckets: {len(before.buckets)} → {len(after.buckets)}")
     if before.nbytes != after.nbytes:
-        found.append(f"bytes: {before.nbytes} → {after.nbytes}")
+        found.append(f"gradients: {size(before.nbytes)} → {size(after.nbytes)}")
     for what, members in (
         ("came", [name for name in new if name not in old]),
         ("went", [name for name in old if name not in new]),

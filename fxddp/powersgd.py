@@ -24,6 +24,9 @@ from .rounds import Round, Rounds
 class PowerSGD(Codec):
     """Compresses gradients of two and more dimensions to two factors of low rank, by one step of power iteration.
 
+    Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019,
+    arXiv:1905.13727.
+
     A gradient of shape (n, …) is an n × m matrix. All factors of a bucket travel in two all-reduces, the second one
     starting when the first is done; the first also carries what is not compressed: gradients of fewer dimensions, and
     matrices that would not shrink enough. Factors are computed in float32 (float64 for float64) and travel in the
@@ -81,6 +84,12 @@ class PowerSGD(Codec):
             f"{self.min_compression_rate}, use_error_feedback={self.use_error_feedback}, warm_start={self.warm_start}, "
             f"random_seed={self.random_seed})"
         )
+
+    @property
+    def remark(self) -> str:
+        """As `Codec.remark`."""
+        before = f"the first {self.start_iter} steps send gradients as they are; then " if self.start_iter else ""
+        return f"{before}PowerSGD sends a bucket in two all-reduces, and only one's latency is predicted"
 
     def compresses(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Whether a gradient of this shape travels as factors, once compression started."""

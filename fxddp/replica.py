@@ -22,7 +22,7 @@ from .group import alive
 from .packing import packs
 from .passes.layout import contiguous_strides, gradient_strides
 from .speeds import speeds_of
-from .values import broadcast_values, send_before_forward
+from .values import broadcast_values, overwrite, send_before_forward
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -37,16 +37,19 @@ class Replica:
 
     def __init__(self, backend: "Backend") -> None:
         self._backend = weakref.ref(backend)
-        self._met: dict[int, tuple[weakref.ref[Tensor], Group, int]] = {}
+        self._met: dict[int, tuple[weakref.ref[Tensor], Group, int, Layout]] = {}
         self._by_number: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._used: dict[int, weakref.ref[Tensor]] = {}
         self._owner: tuple[Group | None, int] = (None, 0)
         self._unmet: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
     def is_new(self, tensor: Tensor, group: "Group") -> bool:
-        """True until `contact` met this tensor on this group."""
-        reference, met, _ = self._met.get(id(tensor), (None, None, 0))
-        return reference is None or reference() is not tensor or met is not group
+        """True until `contact` met this tensor on this group, and again when it was converted in place."""
+        reference, met, _, layout = self._met.get(id(tensor), (None, None, 0, None))
+        return reference is None or reference() is not tensor or met is not group or layout != _layout(tensor)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._by_number
 
     def number(self, tensor: Tensor) -> int:
         """The number of a tensor that was met, the same on all ranks."""
@@ -155,11 +158,11 @@ class Replica:
         assert backend is not None
         if backend.settings.auto:
             speeds_of(backend, group, next(iter(fresh.values()))[1])
-        self._agree([_common(backend.settings), kinds], group, _compare_contact)
+        self._agree({"settings": _common(backend.settings), "kinds": kinds}, group, _compare_contact)
         late: list[str] = []
         if send and group.size > 1:
             late = self._send(list(fresh.values()), group, {*used, *self._used})
-            self._agree(late, group, _refuse_late)
+            self._agree({"late": late}, group, _refuse_late)
         if self._owner[0] is not group:
             self._owner = (group, next(group.numbers))
             group.owners[self._owner[1]] = weakref.ref(backend)
@@ -173,7 +176,7 @@ class Replica:
                 self._by_number.pop(number, None)
 
             reference = weakref.ref(tensor, forget)
-            self._met[identity] = (reference, group, number)
+            self._met[identity] = (reference, group, number, _layout(tensor))
             self._by_number[number] = (reference, name)
 
     def agree_on_hooks(self, names: Sequence[str], group: "Group") -> None:
@@ -186,7 +189,7 @@ class Replica:
         assert backend is not None
         backend.agreement.announce(Event(HOOKS, details=names, owner=self.owner(group)), group).decision()
 
-    def _agree(self, mine: Any, group: "Group", compare: Callable[[int, Any, Any], None]) -> None:
+    def _agree(self, mine: dict[str, Any], group: "Group", compare: Callable[[int, Any, Any], None]) -> None:
         """Has `compare(rank, theirs, rank 0's)` look at what differs between ranks."""
         backend = self._backend()
         assert backend is not None
@@ -219,7 +222,7 @@ class Replica:
                 if id(tensor) in used:
                     late.append(names[id(tensor)])
                 else:
-                    tensor.copy_(value)
+                    overwrite([tensor], [value])
         return late
 
 
@@ -230,6 +233,9 @@ EQUAL_STARTS = (
 
 Kind = list[Any]
 """Name, shape, strides, dtype and whether it requires grad."""
+
+Layout = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+"""Dtype, shape and strides: what the bytes of a collective mean."""
 
 
 def _common(settings: "Settings") -> dict[str, Any]:
@@ -254,26 +260,36 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
+def _layout(tensor: Tensor) -> Layout:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
 def _kind_of(name: str, tensor: Tensor) -> Kind:
+    if tensor.layout is not torch.strided:
+        raise RuntimeError(
+            f"{name} is a sparse tensor, which fxddp does not send to other ranks: keep it in a plain attribute, out "
+            "of the module's buffers, or name it in its _ddp_params_and_buffers_to_ignore and use "
+            "fxddp.DistributedDataParallel"
+        )
     shape = tuple(tensor.shape)
     return [name, shape, gradient_strides(shape, tensor.stride()), str(tensor.dtype), tensor.requires_grad]
 
 
 def _compare_contact(rank: int, theirs: Any, first: Any) -> None:
-    for setting, value in first[0].items():
-        if theirs[0][setting] != value:
+    for setting, value in first["settings"].items():
+        if (other := theirs["settings"][setting]) != value:
             raise RanksDisagree(
-                f"{setting} differs between ranks: {theirs[0][setting]!r} on rank {rank}, {value!r} on rank 0. Give "
-                "all ranks the same"
+                f"{setting} differs between ranks: {other!r} on rank {rank}, {value!r} on rank 0. Give all ranks the "
+                "same"
             )
-    _compare(rank, theirs[1], first[1])
+    _compare(rank, theirs["kinds"], first["kinds"])
 
 
-def _refuse_late(rank: int, names: Any, _: Any) -> None:
-    if names:
+def _refuse_late(rank: int, theirs: Any, _: Any) -> None:
+    if theirs["late"]:
         raise RanksDisagree(
-            f"{names[0]} on rank {rank} differs from rank 0's, but this step has already computed with it outside of "
-            f"the compiled graphs or in a graph where nothing trains. {EQUAL_STARTS}"
+            f"{theirs['late'][0]} on rank {rank} differs from rank 0's, but this step has already computed with it "
+            f"outside of the compiled graphs or in a graph where nothing trains. {EQUAL_STARTS}"
         )
 
 

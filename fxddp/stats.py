@@ -7,6 +7,8 @@ from statistics import mean
 from time import perf_counter
 from typing import Any, Protocol
 
+from .units import count, duration, rate, share, size
+
 KEPT_BACKWARDS = 64
 
 
@@ -190,13 +192,14 @@ class Stats:
             writer.add_scalar(name, value, step)
 
     def __str__(self) -> str:
-        lines = [f"{self.total} backwards; {1e3 * self.waited:.3g} ms waited in each"]
+        lines = [f"{count(self.total, 'backward')}; {duration(self.waited)} waited in each"]
         if self.overlap is not None:
-            lines[0] += f", {self.overlap:.0%} of the sending overlapped"
+            lines[0] += f", {share(self.overlap)} of the sending overlapped"
         for b in self.buckets:
-            seconds = "–" if b.seconds is None else f"{1e3 * b.seconds:.3g} ms"
-            speed = "–" if b.bandwidth is None else f"{b.bandwidth / 1e9:.3g} GB/s"
-            lines.append(f"  bucket {b.index}: {b.nbytes} bytes in {seconds}, {speed}, waited {1e3 * b.waited:.3g} ms")
+            speed = "–" if b.bandwidth is None else rate(b.bandwidth)
+            lines.append(
+                f"  bucket {b.index}: {size(b.nbytes)} in {duration(b.seconds)}, {speed}, waited {duration(b.waited)}"
+            )
         return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ several groups    bucket i over group i modulo their number: the remedy of "PyTo
                   Accelerating Data Parallel Training" (Li et al., VLDB 2020, arXiv:2006.15704) where one group cannot
                   fill the link
 ring              reduce-scatter, then all-gather: 2(N-1)/N of a bucket's bytes each way per rank (Patarasuk and Yuan,
-                  "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009)
+                  "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009)
 two-dimensional   reduce-scatter inside a node, all-reduce across nodes of what a rank got, all-gather inside (as Jia
 mesh              et al., "Highly Scalable Deep Learning Training System with Mixed-Precision", arXiv:1807.11205)
 
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _compat, ranges
 from .group import GroupReference, alive
+from .units import count
 
 if TYPE_CHECKING:
     from .config import Settings
@@ -248,9 +249,9 @@ def describe(settings: "Settings", index: int | None = None) -> str:
         return "reduce-scatter, all-gather"
     if settings.mesh is not None:
         nodes, node = settings.mesh.size(0), settings.mesh.size(1)
-        inside, across = f"inside ({node} ranks)", f"across ({nodes} ranks)"
+        inside, across = f"inside ({count(node, 'rank')})", f"across ({count(nodes, 'rank')})"
         return f"reduce-scatter {inside}, all-reduce {across}, all-gather {inside}"
     if settings.lanes:
-        count = len(settings.lanes)
-        return f"all-reduce over group {'0 to ' * (index is None)}{count - 1 if index is None else index % count}"
+        lanes = len(settings.lanes)
+        return f"all-reduce over group {'0 to ' * (index is None)}{lanes - 1 if index is None else index % lanes}"
     return "all-reduce"

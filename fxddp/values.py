@@ -51,7 +51,23 @@ def send(tensors: Sequence[Tensor], group: "Group", root: int = 0) -> None:
     for same in _by_kind(tensors):
         values = broadcast_values(same, group, root)
         if group.rank != root:
-            torch._foreach_copy_(same, values)
+            overwrite(same, values)
+
+
+def overwrite(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copies values into tensors; an expanded one, whose elements share memory, gets each of its own elements once."""
+    torch._foreach_copy_(
+        [_once(tensor, tensor) for tensor in tensors],
+        [_once(value, tensor) for value, tensor in zip(values, tensors, strict=True)],
+    )
+
+
+def _once(values: Tensor, tensor: Tensor) -> Tensor:
+    if 0 in tensor.stride():
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0:
+                values = values.narrow(dim, 0, min(1, values.shape[dim]))
+    return values
 
 
 def broadcast_values(tensors: Sequence[Tensor], group: "Group", root: int = 0) -> list[Tensor]:
@@ -94,7 +110,7 @@ def _from_bytes(tensors: Sequence[Tensor], data: bytes) -> None:
         if count:
             flat = torch.frombuffer(values, dtype=same[0].dtype, count=count, offset=at)
             at += flat.nbytes
-            torch._foreach_copy_(same, _parts(flat, same))
+            overwrite(same, _parts(flat, same))
 
 
 def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

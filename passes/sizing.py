@@ -15,8 +15,8 @@ Of S bytes that become ready evenly, in buckets of b bytes:
 
 A model twice as large computes about twice as long, T = τS. Then b* = sqrt(αS/τ) in the first case: the best size grows
 as the square root of the model, as S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training", VLDB 2020, section 5.3, saw it grow slower than the model; and in the second it is α/(τ − β), the same for
-all. `equal_size` is b*; at βS = T the two meet nowhere, which is where unequal buckets gain most.
+Training", VLDB 2020, arXiv:2006.15704, saw it grow slower than the model; and in the second it is α/(τ − β), the same
+for all. `equal_size` is b*; at βS = T the two meet nowhere, which is where unequal buckets gain most.
 
 Note [unequal buckets]
 ~~~~~~~~~~~~~~~~~~~~~~

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fxddp
 from tests.live.lab import (
@@ -23,6 +24,7 @@ from tests.live.lab import (
     average,
     buckets,
     compiled,
+    data,
     error_of,
     expect,
     expect_equal,
@@ -453,6 +455,29 @@ def test_checkpoints_have_the_plain_names(part: bool):
         assert all(torch.equal(plain.state_dict()[n], other[prefix + middle + n]) for n in plain.state_dict())
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({})
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_torchs_checkpoint_functions(part: bool):
+    """`torch.distributed.checkpoint.state_dict` gives plain names as well, and loads what it gave."""
+
+    def trained(seed: int) -> tuple[Any, Any]:
+        model: Any = torch.compile(seeded(seed, lambda: nn.Sequential(nn.Linear(4, 4))), backend=small_backend())
+        model = nn.Sequential(model) if part else model
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(data(seed, 2, 4)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (other, others) = trained(0), trained(1)
+    state, of_optimizer = get_state_dict(model, optimizer)
+    names = ["0.0.weight", "0.0.bias"] if part else ["0.weight", "0.bias"]
+    assert list(state) == names == list(of_optimizer["state"])
+    set_state_dict(other, others, model_state_dict=dict(state), optim_state_dict=of_optimizer)
+    for loaded, saved in zip(other.state_dict().items(), model.state_dict().items(), strict=True):
+        assert loaded[0] == saved[0] and torch.equal(loaded[1], saved[1])
+    moments = zip(others.state.values(), optimizer.state.values(), strict=True)
+    assert all(torch.equal(loaded["exp_avg"], saved["exp_avg"]) for loaded, saved in moments)
 
 
 def test_a_model_that_slices_its_modules_stays_one_graph():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import network, step_time
+from benchmarks import network, planner, step_time
 from tests.live.programs import run_benchmark
 
 MODES = ["local", "ddp", "ddp_compile", "fxddp", "fxddp_unsplit"]
@@ -151,3 +151,24 @@ def test_what_makes_no_comparison_is_refused(
     with pytest.raises(SystemExit):
         step_time.parse_arguments(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_the_planners_are_measured_side_by_side(tmp_path: Path) -> None:
+    report = tmp_path / "planner.json"
+    done = run_benchmark("planner", "--counts", "100,400", "--rounds", "2", "--json", str(report))
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert [line.split("|")[1].strip() for line in rows[2:]] == ["100", "400"]
+    found = json.loads(report.read_text())["rows"]
+    assert [(row["gradients"], row["planner"]) for row in found] == [
+        (count, name) for count in (100, 400) for name in ("fixed", "auto")
+    ]
+    for row in found:
+        plan = planner.planners(row["gradients"])[row["planner"]]()
+        assert (row["buckets"], len(row["samples"])) == (len(plan.buckets), 2)
+        assert len(plan.grads) == row["gradients"]
+
+
+def test_growth_is_the_exponent_between_two_counts() -> None:
+    rows = [planner.Row(count, "auto", 1, (seconds, 9.0)) for count, seconds in ((10, 1.0), (100, 100.0))]
+    assert [planner.growth(rows, row) for row in rows] == [None, pytest.approx(2)]

@@ -118,3 +118,54 @@ def test_a_rank_in_eval_mode_is_named_at_once(pool4: Pool, who: int):
     for kind, seconds in pool4.run(evaluating, who, timeout=40, discard=True):
         assert kind == "RanksDisagree"
         assert seconds < 5
+
+
+class Shifted(nn.Module):
+    """A model with a buffer whose elements share memory, or with a sparse one."""
+
+    shift: Tensor
+
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.register_buffer("shift", shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.shift if self.shift.layout is torch.strided else self.shift.to_dense()
+        return self.linear(x) + shift[:, :3].mean()
+
+
+def expanded(rank: int, world: int, wraps: bool, rows: int) -> None:
+    module = seeded(0, lambda: Shifted(torch.arange(4.0).add(rank).expand(rows, 4)))
+    model = fxddp.DistributedDataParallel(module, inner="aot_eager") if wraps else compiled(module)[0]
+    for step in range(3):
+        loss_of(model, step).backward()
+        expect_equal({"shift": module.shift}, {"shift": torch.arange(4.0).expand(rows, 4)}, f"step {step}")
+    if wraps:  # which sends all buffers before each forward
+        with torch.no_grad():
+            module.shift[0].add_(rank + 1)
+        loss_of(model, 3).backward()
+        expect_equal({"shift": module.shift}, {"shift": torch.arange(1.0, 5.0).expand(rows, 4)}, "a later forward")
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("rows", [2, CAST_BYTES // 8])
+def test_an_expanded_buffer_is_rank_0s(pool: Pool, wraps: bool, rows: int):
+    pool.run(expanded, wraps, rows)
+
+
+def sparse(rank: int, world: int, wraps: bool, layout: torch.layout) -> str:
+    module = Shifted(torch.eye(8).to_sparse(layout=layout))
+
+    def train() -> None:
+        model = fxddp.DistributedDataParallel(module, inner="aot_eager") if wraps else compiled(module)[0]
+        loss_of(model, 0).backward()
+
+    return str(error_of(train))
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_buffer_is_refused_by_name(pool: Pool, wraps: bool, layout: torch.layout):
+    for message in pool.run(sparse, wraps, layout, discard=True):
+        assert "shift is a sparse tensor" in message

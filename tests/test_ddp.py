@@ -900,6 +900,20 @@ def test_sparse_gradients(pool: Pool, unused: bool, compiles: bool):
     pool.run(sparse, compiles, unused)
 
 
+def other_order(rank: int, world: int, compiles: bool) -> str:
+    models = [wrapped(seeded(width, partial(Mlp, width)), compile=compiles) for width in (24, 30)]
+    first = models[rank]
+    return str(error_of(lambda: loss_of(first, 0).backward()))
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_models_that_train_in_another_order_are_named(pool: Pool, compiles: bool):
+    for message in pool.run(other_order, compiles, discard=True):
+        assert "backwards of different models" in message
+        assert "only rank 0 has gradients of first.weight (24, 8)" in message
+        assert "only rank 1 has gradients of first.weight (30, 8)" in message
+
+
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -921,7 +935,10 @@ def refused(rank: int, world: int) -> None:
         ("need to be set at the same time", lambda: wrapped(Mlp(), delay_all_reduce_named_params=[])),
         ("process_group must be", lambda: wrapped(Mlp(), process_group="gloo")),
         ("static_graph must be True or False", lambda: wrapped(Mlp(), static_graph=1)),
-        ("bucket_mb must be a positive", lambda: wrapped(Mlp(), bucket_cap_mb=0)),
+        ("bucket_cap_mb must be a positive", lambda: wrapped(Mlp(), bucket_cap_mb=0)),
+        ("module must be a torch.nn", lambda: wrapped(Mlp)),  # type: ignore[arg-type]
+        ("device_mesh must be a torch.distributed", lambda: wrapped(Mlp(), device_mesh="replicas")),
+        ("mixed_precision must be a torch.nn", lambda: wrapped(Mlp(), mixed_precision=torch.bfloat16)),
         ("bucket_cap_mb_list", lambda: wrapped(Mlp(), bucket_cap_mb_list=[1, 2])),
         ("inner must be one of", lambda: wrapped(Mlp(), inner="tvm")),
         ("comm_hook must be one of", lambda: wrapped(Mlp(), comm_hook="int4")),

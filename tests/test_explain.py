@@ -1,5 +1,6 @@
 """`fxddp.explain`: what it says about a model, before and while it trains, without a process group."""
 
+import gc
 import itertools
 import json
 import math
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import fxddp
-from fxddp.explain import Size, units
+from fxddp import units
+from fxddp.explain import Size
+from fxddp.explain.compare import compare
 from fxddp.explain.diff import changes
+from fxddp.explain.dry import DryBackend
 from fxddp.explain.text import text
 from fxddp.explain.timeline import Steps, computed, exposed, length, simulate
 from fxddp.passes.cost import Network
@@ -69,9 +73,11 @@ def _fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-def explain(model: nn.Module, world_size: int | None = None, **arguments) -> fxddp.Explanation:
+def explain(
+    model: Any, world_size: int | None = None, *, x: Tensor | None = None, **arguments: Any
+) -> fxddp.Explanation:
     arguments = {"bucket_mb": 0.001, "inner": "aot_eager", **arguments}
-    return fxddp.explain(model, torch.randn(6, 8), world_size=world_size, **arguments)
+    return fxddp.explain(model, torch.randn(6, 8) if x is None else x, world_size=world_size, **arguments)
 
 
 def test_every_parameter_is_accounted_for_once() -> None:
@@ -158,7 +164,177 @@ def test_the_report_shows_the_numbers_of_the_plan() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_the_report_fits_its_width(width: int) -> None:
-    assert max(map(len, text(explain(Net(), world_size=8), width).splitlines())) <= width
+    """Lines of code may be cut, figures and the number of parameters may not."""
+    found = explain(Net(), world_size=8, bandwidth="1Gbit/s")
+    shown = text(found, width)
+    assert max(map(len, shown.splitlines())) <= width
+    for each in found.sizes:
+        assert f"{units.mib(each.bucket_mb)}: {units.duration(each.exposed)} ({each.buckets})" in shown
+    for bucket in found.buckets:
+        assert f"{', '.join(bucket.names)}" in shown or f", … ({len(bucket.names)} in all)" in shown
+        assert f"  {bucket.names[0]}" in shown
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        names = [f"a_name_that_is_longer_than_most_lines_are_and_says_little_about_part_{i}" for i in range(3)]
+        self.parts = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts.values():
+            x = part(x)
+        return x
+
+
+def test_a_long_name_is_cut_at_its_beginning() -> None:
+    shown = text(explain(Deep(), world_size=2), 80)
+    assert re.search(r"  …\S+part_2\.bias, … \(6 in all\)$", shown, re.MULTILINE)
+    assert re.search(r"waits for …\S+part_\d\.weight  ◂ test_explain.py:\d+", shown)
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def significant(number: str) -> int:
+    return len(number.replace(".", "").lstrip("0"))
+
+
+@pytest.mark.parametrize("bucket_mb", [0.05, 0.1, 1 / 3, "auto"])
+def test_figures_have_few_digits(bucket_mb: float | str) -> None:
+    found = explain(Net(), world_size=7, bandwidth="123.456789Mbit/s", latency=1.23456e-5, bucket_mb=bucket_mb)
+    backend = fxddp.backend(bucket_mb)
+    for told in (str(found), repr(backend), compare(found, found)):
+        assert not [number for number in re.findall(r"\d+\.\d+", told) if significant(number) > 4], told
+
+
+def test_a_bucket_size_is_told_as_it_was_given() -> None:
+    for given in (0.05, 0.1, 0.0005, 3, 1 / 3):
+        found = explain(Net(), world_size=2, bucket_mb=given)
+        assert found.settings["bucket_mb"] == pytest.approx(given, rel=1e-2 if given < 0.001 else 1e-5)
+        assert [each.bucket_mb for each in found.sizes].count(found.settings["bucket_mb"]) == 1
+        assert len({units.mib(each.bucket_mb) for each in found.sizes}) == len(found.sizes)
+    assert explain(Net(), world_size=2, bucket_mb=0.05).settings["bucket_mb"] == 0.05
+    assert "▸0.1: " in str(explain(Net(), world_size=2, bucket_mb=0.1))
+    several = explain(Net(), world_size=2, bucket_mb_list=[0.001, 0.5])
+    assert several.settings["bucket_cap_mb_list"] == [0.001, 0.5]
+    assert "buckets of 0.001, 0.5 MiB, one after the other" in str(several)
+
+
+def test_it_says_where_each_figure_comes_from() -> None:
+    some = explain(Net(), world_size=2, bandwidth="2Gbit/s", flops=1e12)
+    assert set(some.assumed) == {"latency", "memory_bandwidth"}
+    assert "with 2 Gbit/s (given) and 10 µs a message (assumed);" in str(some)
+    assert "1 TFLOP/s (given) and 20 GB/s of memory (assumed):" in " ".join(str(some).split())
+    everything = explain(Net(), 2, bandwidth="2Gbit/s", latency="5us", flops=1e12, memory_bandwidth="30GB/s")
+    assert everything.assumed == ()
+    assert "with 2 Gbit/s and 5 µs a message; 1 TFLOP/s and 30 GB/s of memory:" in str(everything)
+    measured = explain(Net(), world_size=2, measure=True)
+    assert "computation as measured:" in str(measured)
+    assert "TFLOP/s" not in str(measured)
+
+
+def test_one_rank_sends_nothing() -> None:
+    found = explain(Net(), world_size=1)
+    assert found.sizes == ()
+    assert "one rank sends nothing" in str(found)
+    assert "each rank sends" not in str(found)
+    assert "of exposed sending" not in str(found)
+
+
+def test_one_of_a_thing_is_told_in_the_singular() -> None:
+    found = fxddp.explain(nn.Linear(8, 8), torch.randn(6, 8), world_size=8, inner="aot_eager")
+    assert "1 graph with a backward, 1 bucket," in str(found)
+    said = "\n".join(found.advice)
+    assert "1 all-reduce of 140 µs before the first byte" in said
+    assert "larger buckets need fewer" not in said
+    assert not re.search(r"\b1 (graphs|buckets|pieces|parameters|all-reduces)", str(found))
+    assert "larger buckets need fewer" in "\n".join(explain(Net(), 64, bucket_mb=0.0001).advice)
+
+
+def test_what_never_ran_is_told_so() -> None:
+    for never in (fxddp.backend(), torch.compile(Net(), backend=fxddp.backend())):
+        shown = str(fxddp.explain(never, world_size=4))
+        assert "nothing with a backward was compiled so far" in shown
+        assert "each rank sends" not in shown
+    assert "compiled so far" not in str(explain(nn.Linear(8, 8).requires_grad_(False), 4))
+
+
+def test_a_model_compiled_by_another_backend_has_its_own_names() -> None:
+    found = explain(torch.compile(Net(), backend="eager"), world_size=4)
+    assert found.model == "Net"
+    assert "inner.weight" in {parameter.name for parameter in found.parameters}
+
+
+def test_models_on_one_backend_are_all_accounted_for() -> None:
+    backend = fxddp.backend(inner="aot_eager")
+    first, second = nn.Linear(8, 4), nn.Linear(4, 2)
+    one, two = torch.compile(first, backend=backend), torch.compile(second, backend=backend)
+    two(one(torch.randn(6, 8))).sum().backward()
+    found = fxddp.explain(one, world_size=2)
+    shapes = sorted((parameter.name, parameter.shape) for parameter in found.parameters)
+    assert shapes == sorted((n, tuple(p.shape)) for m in (first, second) for n, p in m.named_parameters())
+    assert sorted(parameter.graph for parameter in found.parameters) == [0, 0, 1, 1]
+    assert "this is all that the backend compiled, for Linear as well" in found.notes
+    assert not any("several graphs" in note for note in found.notes)
+
+
+class Twice(nn.Module):
+    """Its two graphs use the same parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.odd = nn.Linear(8, 8), Odd(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.odd(self.linear(x)))
+
+
+def test_what_several_graphs_send_is_told() -> None:
+    notes = explain(Twice(), world_size=4).notes
+    assert any("each of which sends a gradient: linear.bias, linear.weight" in note for note in notes)
+    assert not any("several graphs" in note for note in explain(Net(), world_size=4).notes)
+
+
+def test_auto_says_what_it_planned_for() -> None:
+    alone = 'bucket_mb="auto" planned each of the 2 graphs alone'
+    found = explain(Net(), world_size=64, bucket_mb="auto")
+    assert any(alone in note for note in found.notes)
+    assert not any("chose these buckets" in note for note in found.notes)
+    assert json.loads(found.to_json())["settings"]["bucket_mb"] == "auto"
+    assert found.settings["first_bucket_mb"] == "auto"
+    sizes = [bucket.nbytes for bucket in found.buckets]
+    assert f"buckets of {units.size(min(sizes))} to {units.size(max(sizes))}, chosen by bucket_mb" in str(found)
+    assert not any("planned each" in note for note in explain(Net(), world_size=64).notes)
+    assert not any("planned each" in note for note in explain(nn.Linear(8, 8), 64, bucket_mb="auto").notes)
+    unknown = explain(Net(), bucket_mb="auto")
+    assert 'bucket_mb="auto" chose these buckets for 1 rank, which sends nothing' in unknown.notes
+    compiled = torch.compile(nn.Linear(8, 8), backend=fxddp.backend("auto", inner="aot_eager"))
+    compiled(torch.randn(6, 8)).sum().backward()
+    assert (
+        'bucket_mb="auto" chose these buckets for 1 rank, which sends nothing'
+        in fxddp.explain(compiled, world_size=8).notes
+    )
+
+
+def test_auto_plans_with_what_travels_between_that_many_ranks() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    hook: dict[str, Any] = {"comm_hook": fxddp.Int8(block=1024), "bandwidth": "200Mbit/s", "latency": 0}
+    auto, fixed = (explain(model, 64, bucket_mb=mib, x=torch.randn(600, 64), **hook) for mib in ("auto", 25))
+    assert auto.sizes[0].buckets == fixed.sizes[0].buckets == len(auto.buckets)
+    assert auto.sizes[0].exposed == pytest.approx(fixed.sizes[0].exposed, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("hook", "note"),
+    [
+        (fxddp.PowerSGD(2, start_iter=7), "the first 7 steps send gradients as they are; then PowerSGD sends a"),
+        (fxddp.PowerSGD(2, start_iter=0), "PowerSGD sends a bucket in two all-reduces"),
+        (fxddp.Adaptive(start_iter=3), "Adaptive is shown as it starts, uncompressed: from step 3 on"),
+        (fxddp.Int8(), "what Int8 computes to encode and decode is not in the predicted step"),
+    ],
+)
+def test_it_tells_what_is_not_predicted_of_a_codec(hook: Any, note: str) -> None:
+    assert any(each.startswith(note) for each in explain(Net(), 8, comm_hook=hook).notes)
+    assert not any("encode" in each for each in explain(Net(), 8, comm_hook="bf16").notes)
 
 
 def test_a_long_report_is_cut_in_the_middle() -> None:
@@ -240,6 +416,7 @@ def test_it_tells_what_was_registered_later() -> None:
     for found in (fxddp.explain(model, world_size=2), fxddp.explain(model, torch.randn(6, 8), world_size=2)):
         assert [bucket.route for bucket in found.buckets] == ["hook some_hook, then Adam"]
         assert "comm_hook=some_hook, parameters updated by Adam" in str(found)
+        assert "each rank would send, without some_hook, " in str(found)
         assert any("some_hook" in note for note in found.notes)
     other = fxddp.explain(model, torch.randn(6, 8), world_size=2, comm_hook="fp16")
     assert [bucket.route for bucket in other.buckets] == ["all-reduce, then Adam"]
@@ -332,6 +509,32 @@ def test_it_plans_as_training_does() -> None:
     assert trained.model == "Net"
 
 
+def test_it_explains_every_time_as_the_first_time() -> None:
+    """Dynamo remembers shapes, counts what it compiled of a code, and keeps it: none of that may come of it."""
+    model = Deep()
+    for size in range(2, 12):  # more often than Dynamo's recompile limit
+        found = explain(model, x=torch.randn(size, 8))
+        assert [piece.cost for piece in found.graphs[0].pieces] == [""] * len(found.graphs[0].pieces)
+    gc.collect()
+    assert not [kept for kept in gc.get_objects() if type(kept) is DryBackend]
+    compiled = torch.compile(model, backend=fxddp.backend(inner="aot_eager"))
+    compiled(torch.randn(6, 8)).sum().backward()
+    (graph,) = fxddp.explain(compiled).graphs
+    assert graph.pieces[0].cost == ""
+
+
+def test_what_trains_goes_on_with_its_graphs() -> None:
+    model = Deep()
+    compiled = torch.compile(model, backend=fxddp.backend(inner="aot_eager"))
+    compiled(torch.randn(6, 8)).sum().backward()
+    for size in range(2, 12):
+        explain(model, x=torch.randn(size, 8))
+    compiled(torch.randn(6, 8)).sum().backward()
+    assert len(fxddp.explain(compiled).graphs) == 1
+    compiled(torch.randn(3, 8)).sum().backward()
+    assert len(fxddp.explain(compiled).graphs) == 2
+
+
 def test_a_compiled_model_with_inputs_keeps_its_own_settings() -> None:
     compiled = torch.compile(Net(), backend=fxddp.backend(0.002, first_bucket_mb=0.0005, inner="aot_eager"))
     found = fxddp.explain(compiled, torch.randn(6, 8), first_bucket_mb=0.001)
@@ -414,7 +617,7 @@ def test_other_bucket_sizes_are_tried() -> None:
 def test_advice_has_figures() -> None:
     found = explain(Net(), world_size=64, bandwidth="1Gbit/s")
     said = "\n".join(found.advice)
-    assert "2 parameters (16.25 KiB) are used outside of the graphs" in said
+    assert "2 parameters (16.25 KiB) outside of the graphs, " in said
     assert "is latency" in said
     assert f"{units.duration(found.exposed)} of sending" in said
 
@@ -458,19 +661,28 @@ def test_the_trace_has_predicted_and_recorded_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "not compiled with fxddp"),
+        ({}, "not compiled with fxddp.*; or give explain the inputs"),
         ({"bucket_mb": 1}, r"needs the inputs of one forward to plan with \['bucket_mb'\]"),
         ({"device": "cuda"}, "needs the inputs"),
-        ({"world_size": 0}, "world_size must be a positive number"),
+        ({"world_size": 0}, "world_size must be a whole number, at least 1"),
+        ({"world_size": True}, "world_size must be a whole number"),
+        ({"device": "abacus"}, "'abacus' is no device that torch knows"),
+        ({"memory_bandwidth": 0, "kwargs": {"input": torch.ones(1, 2)}}, "memory_bandwidth must be a positive"),
+        ({"latency": -1, "kwargs": {"input": torch.ones(1, 2)}}, "latency must be a finite number, not negative"),
         ({"bandwidth": "fast", "kwargs": {"input": torch.ones(1, 2)}}, "bandwidth must be like 100Gbit/s"),
         ({"latency": "1 fortnight", "kwargs": {"input": torch.ones(1, 2)}}, "latency must be like 5us"),
-        ({"flops": -1, "kwargs": {"input": torch.ones(1, 2)}}, "flops must be a positive number"),
+        ({"flops": -1, "kwargs": {"input": torch.ones(1, 2)}}, "flops must be a positive, finite number"),
         ({"measure": True, "device": "cuda", "kwargs": {"input": torch.ones(1, 2)}}, "needs real weights"),
     ],
 )
 def test_what_cannot_be_explained_is_refused(arguments, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fxddp.explain(nn.Linear(2, 2), **arguments)
+
+
+def test_an_argument_that_nobody_knows_is_named() -> None:
+    with pytest.raises(TypeError, match=r"bucket_gb is neither an argument of explain nor of fxddp\.backend"):
+        fxddp.explain(nn.Linear(2, 2), torch.ones(1, 2), bucket_gb=1)
 
 
 def test_inputs_for_a_backend_are_refused() -> None:
@@ -484,6 +696,22 @@ def test_inputs_for_a_backend_are_refused() -> None:
 )
 def test_bandwidths_are_read(text, value: float) -> None:
     assert units.bandwidth(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0499992, "0.05"), (12345, "12300"), (999.96, "1000"), (25.0, "25"), (1.23456e-5, "0.0000123"), (0, "0")],
+)
+def test_figures_are_rounded_to_three_digits(value: float, shown: str) -> None:
+    assert units.figures(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(1.2345, "1.23 s"), (0.00099996, "1 ms"), (4.2e-8, "42 ns"), (12345.0, "12300 s"), (0, "0"), (None, "–")],
+)
+def test_durations_have_a_unit(seconds: float | None, shown: str) -> None:
+    assert units.duration(seconds) == shown
 
 
 @pytest.mark.parametrize(("text", "value"), [("5us", 5e-6), ("1.5 ms", 1.5e-3), ("2s", 2.0), (0, 0.0), (1e-5, 1e-5)])

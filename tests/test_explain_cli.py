@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fxddp
+from fxddp import units
 from fxddp.__main__ import main
-from fxddp.explain import units
 
 MODEL = """
 import torch
@@ -115,7 +115,11 @@ def test_two_saved_reports_are_compared(folder: Path, capsys: pytest.CaptureFixt
         (["little_models:Net", "--input-shape", "2,8", "--device", "abacus"], 2, "is no device"),
         (["little_models:Net", "--input-shape", "2,8", "--bucket-mb", "-1"], 2, "bucket_mb must be a positive"),
         (["little_models:Net", "--input-shape", "2,8", "--inner", "gcc"], 2, "inner must be one of"),
-        (["little_models:Net", "--input-shape", "2,8", "--world-size", "0"], 2, "world_size must be a positive"),
+        (
+            ["little_models:Net", "--input-shape", "2,8", "--world-size", "0"],
+            2,
+            "world_size must be a whole number, at least 1",
+        ),
         (["little_models:Net", "--input-shape", "2,8", "--html", "no/such/folder.html"], 2, "No such file"),
         (["little_models:Net", "--input-shape", "2,9"], 1, "RuntimeError: a and b must have same reduction dim"),
         (["little_models:broken", "--input-shape", "2,9"], 1, "no data here (--traceback"),

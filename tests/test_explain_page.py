@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import fxddp
-from fxddp.explain import Bucket, Graph, Parameter, units
+from fxddp import units
+from fxddp.explain import Bucket, Graph, Parameter
 from tests.test_explain import Net
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fxddp
 from tests.live.lab import compiled, data, error_of, expect, register_name, seeded, small_backend
 from tests.live.pool import Pool
 
@@ -349,3 +351,58 @@ def test_a_set_that_is_new_on_one_rank_is_refused_on_both(pool: Pool) -> None:
     for message in pool.run(_a_new_set_on_one_rank, discard=True):
         assert message.startswith("RanksDisagree"), message
         assert "only rank 0 has gradients of 0.weight" in message
+
+
+class Weighed(nn.Module):
+    """Computes with a weight of any kind, and with another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.weight = nn.Parameter(torch.randn(2, 3, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight.square() * x.mean().to(self.weight.dtype)).sum() + (self.scale * x.sum()).sum()
+
+
+CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
+    "other bytes": (torch.float32, Tensor.double),
+    "another dtype of as many bytes": (torch.bfloat16, Tensor.half),
+    "another memory order": (torch.float32, lambda w: w.to(memory_format=torch.channels_last)),
+    "another shape": (torch.float32, lambda w: w.reshape(3, 2, 4, 4)),
+}
+
+
+def _converted(rank: int, world: int, kind: str, compiles: bool, who: tuple[int, ...]) -> str:
+    dtype, convert = CONVERSIONS[kind]
+    module = seeded(0, Weighed)
+    module.weight.data = module.weight.data.to(dtype)
+    model = fxddp.DistributedDataParallel(module, compile=compiles, inner="aot_eager")
+    for i, converted in enumerate((False, True, False)):
+        twin = copy.deepcopy(module)
+        if rank in who:
+            weight = module.weight.data.to(dtype).contiguous().reshape(2, 3, 4, 4)
+            module.weight.data = twin.weight.data = convert(weight) if converted else weight
+        module.zero_grad()
+        loss = methodcaller("__call__", data(i, 3, 4))
+        if converted and len(who) < world:
+            return f"{type(error := error_of(lambda: loss(model).backward())).__name__}: {error}"  # noqa: B023
+        loss(model).backward()
+        _expect_average(module, twin, loss, f"step {i}")
+    return ""
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("kind", CONVERSIONS)
+def test_a_weight_converted_on_one_rank_is_refused_on_both(pool: Pool, kind: str, compiles: bool) -> None:
+    for message in pool.run(_converted, kind, compiles, (1,), discard=True):
+        assert message.startswith("RanksDisagree"), message
+        assert "weight" in message
+        assert "on all ranks" in message
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("kind", CONVERSIONS)
+def test_weights_converted_on_all_ranks(pool: Pool, kind: str, compiles: bool) -> None:
+    """To another kind and back."""
+    pool.run(_converted, kind, compiles, (0, 1))

@@ -296,7 +296,7 @@ def test_a_recompile_says_what_changed_and_why(caplog: pytest.LogCaptureFixture)
     assert "test_stats.py" in first
     assert "compiled again, as" in second
     assert "both == True" in second
-    assert "bytes: 576 → 288" in second
+    assert "gradients: 576 B → 288 B" in second
     assert "went: two.bias, two.weight" in second
 
 
@@ -321,7 +321,7 @@ def test_plans_are_told_where_they_are_asked_for(tmp_path, variable: str, value:
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment, cwd=tmp_path, check=True
     )
     if value != "folder":
-        assert "1 buckets, 40 bytes" in done.stderr
+        assert "1 bucket, 40 B\n" in done.stderr
         return
     (trace,) = Path(folder).iterdir()
     text = trace.read_text()
@@ -343,6 +343,8 @@ def wrapped(rank: int, world: int) -> None:
     before = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     trained = fxddp.explain(model)
     expect(trained.model == "Mlp" and trained.world_size == world, f"{trained.model} on {trained.world_size}")
+    planned = fxddp.explain(seeded(0, Mlp), x, inner="aot_eager")
+    expect(planned.world_size == world, f"a model that was not wrapped is planned for {planned.world_size} ranks")
     expect(bool(trained.recorded), "the backward is not there")
     names = {name for name, _ in module.named_parameters()}
     expect({name for bucket in trained.buckets for name in bucket.names} == names, "other names")

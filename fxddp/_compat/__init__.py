@@ -59,6 +59,7 @@ from .compiling import (
 )
 from .dynamo import (
     compile_wrapper,
+    compiled_for_once,
     filled,
     frame_compiled,
     frame_is_resumed,
@@ -66,7 +67,6 @@ from .dynamo import (
     graph_break,
     graph_breaks_logged,
     inner_backend,
-    no_recompile_limit,
     on_compile,
     on_frame,
     only_inlined,
@@ -108,6 +108,7 @@ __all__ = [
     "cache_folder",
     "compile_wrapper",
     "compiled_autograd_enabled",
+    "compiled_for_once",
     "compiled_node",
     "copy_graph",
     "creates_graph",
@@ -146,7 +147,6 @@ __all__ = [
     "map_tensors",
     "mark_boxed",
     "mutated_inputs",
-    "no_recompile_limit",
     "no_view",
     "note_step",
     "on_compile",

@@ -3,11 +3,12 @@
 import logging
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -116,12 +117,37 @@ class _BreakHandler(logging.Handler):
         self._found.append((reason.strip(), text.partition("User code traceback:\n")[2] or place))
 
 
-def no_recompile_limit() -> AbstractContextManager[None]:
-    """Compiles inside however often this code was compiled before."""
-    patch: AbstractContextManager[None] = torch._dynamo.config.patch(
-        recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20
-    )
-    return patch
+@contextmanager
+def compiled_for_once(backend: Any) -> Iterator[None]:
+    """Compiles inside as in a new process, and leaves nothing of it: no code, no count of it, no shapes.
+
+    Args:
+        backend: what compiles, under `torch.compile(…, isolate_recompiles=True)`.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo import convert_frame, pgo
+    from torch._dynamo.eval_frame import cached_backends
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    shapes = pgo._CODE_STATE, pgo._INIT_CODE_STATE  # those seen before, which would become dynamic
+    pgo._CODE_STATE, pgo._INIT_CODE_STATE = defaultdict(pgo.CodeState), None
+    config: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 1 << 20)
+    config |= dict.fromkeys(("automatic_dynamic_local_pgo", "automatic_dynamic_remote_pgo"), False)
+    try:
+        with torch._dynamo.config.patch(config):
+            yield
+    finally:
+        pgo._CODE_STATE, pgo._INIT_CODE_STATE = shapes
+        for code in [code for reference in convert_frame.input_codes.seen if (code := reference()) is not None]:
+            entries: list[Any] = _debug_get_cache_entry_list(code)
+            own = [entry for entry in entries if inner_backend(entry.backend) is backend]
+            if own and len(own) == len(entries):
+                reset_code(code)
+                continue
+            for entry in own:  # code that is in use by others: what was compiled for them stays
+                entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("compiled for once"))
+        for key in [key for key, value in cached_backends.items() if inner_backend(value) is backend]:
+            del cached_backends[key]
 
 
 def placeholder_source(node: fx.Node) -> str:
@@ -226,9 +252,19 @@ _PREFIX = "_orig_mod."
 
 
 def _without_prefix(_: Any, state: Any, prefix: str, __: Any) -> None:
+    if _asked_by_checkpoint_functions():
+        return
     for names in (state, getattr(state, "_metadata", {})):
         for name in [name for name in names if name.startswith(prefix + _PREFIX)]:
             names[prefix + name.removeprefix(prefix + _PREFIX)] = names.pop(name)
+
+
+def _asked_by_checkpoint_functions() -> bool:
+    # torch.distributed.checkpoint.state_dict takes the prefix away itself, and insists on finding it.
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        caller = caller.f_back
+    return caller is not None
 
 
 def _with_prefix(state: Any, prefix: str, *_: Any) -> None:

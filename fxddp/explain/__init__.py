@@ -7,21 +7,24 @@ trace    for Perfetto                            advice   what would make it fas
 cli      python -m fxddp explain
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from fxddp import units
+from fxddp.arguments import positive, whole
 from fxddp.backend import Backend, backend_of
 from fxddp.config import Settings, make_settings
 from fxddp.group import alive
 from fxddp.passes.cost import Machine, Network, Speeds
 from fxddp.speeds import assumed
 
-from . import units
 from .dry import traced_on, try_forward
 from .gather import gather, name_of
 from .report import ASSUMED, GIVEN, MEASURED, Break, Bucket, Explanation, Gradient, Graph, Parameter, Pass, Piece, Size
@@ -52,6 +55,8 @@ FIELDS = {
 }
 """What an argument of `fxddp.backend` says in `Settings`, where that is not one field of its name."""
 
+_ARGUMENTS = inspect.signature(make_settings).parameters.keys()
+
 
 def explain(
     model_or_backend: Any,
@@ -78,7 +83,8 @@ def explain(
         model_or_backend: a module, a function, something compiled with fxddp, its wrapper, or a `Backend`.
         inputs: positional arguments of one forward.
         kwargs: keyword arguments of that forward.
-        world_size: number of ranks to report for; by default that of the backend's group, if there is one.
+        world_size: number of ranks to report for; by default that of the backend's group, or of the default group, if
+            there is one.
         bandwidth: what each rank can send: "100Gbit/s", "12.5GB/s", or bytes per second.
         latency: of an empty message: "5us", or seconds.
         flops: floating point operations per second of one rank's processor.
@@ -93,11 +99,14 @@ def explain(
 
     Raises:
         ValueError: no inputs were given and the model is not compiled with fxddp, or an argument is not allowed.
+        TypeError: an argument is neither one of these nor one of `fxddp.backend`.
     """
-    if device is not None:
-        device = torch.device(device)
-    if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
-        raise ValueError(f"world_size must be a positive number of ranks, got {world_size!r}")
+    device = None if device is None else _device(device)
+    if world_size is not None:
+        whole("world_size", world_size, least=1)
+    unknown = sorted(backend_arguments.keys() - _ARGUMENTS)
+    if unknown:
+        raise TypeError(f"explain: {', '.join(unknown)} is neither an argument of explain nor of fxddp.backend")
     if not inputs and not kwargs:
         needs = sorted(backend_arguments) + ["device"] * (device is not None) + ["measure"] * measure
         if needs:
@@ -107,6 +116,9 @@ def explain(
             world_size,
             network=partial(_network, bandwidth=bandwidth, latency=latency),
             machine=partial(_machine, flops=flops, memory=memory_bandwidth),
+            origins=partial(
+                _origins, flops=flops, memory_bandwidth=memory_bandwidth, bandwidth=bandwidth, latency=latency
+            ),
         )
     if isinstance(model_or_backend, Backend):
         raise ValueError(
@@ -117,8 +129,8 @@ def explain(
     if world_size is None:
         world_size = _world_size(settings, trained)
     known = _measured(trained)
-    machine, computes = _machine(_device_type(model, device), known, flops=flops, memory=memory_bandwidth)
-    network, sends = _network(world_size, known, bandwidth=bandwidth, latency=latency)
+    machine = _machine(_device_type(model, device), known, flops=flops, memory=memory_bandwidth)
+    network = _network(world_size, known, bandwidth=bandwidth, latency=latency)
     speeds = Speeds(machine, network or assumed("cpu", 1).network)
     tried = try_forward(model, inputs, kwargs or {}, settings, speeds, device=device, measure=measure)
     notes = []
@@ -134,7 +146,7 @@ def explain(
         network=network,
         machine=machine,
         device=str(device) if device is not None and device.type != "meta" else None,
-        origins={"network": sends, "machine": GIVEN if measure else computes},
+        origins=_origins(known, flops=flops, memory_bandwidth=memory_bandwidth, bandwidth=bandwidth, latency=latency),
         notes=notes,
         tried=tried,
         trained=trained,
@@ -142,23 +154,41 @@ def explain(
 
 
 def _explain_compiled(
-    model: Any, world_size: int | None, *, network: Callable[..., Any], machine: Callable[..., Any]
+    model: Any,
+    world_size: int | None,
+    *,
+    network: Callable[..., Network | None],
+    machine: Callable[..., Machine],
+    origins: Callable[..., Mapping[str, str]],
 ) -> Explanation:
-    backend = model if isinstance(model, Backend) else backend_of(model)
+    try:
+        backend = model if isinstance(model, Backend) else backend_of(model)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; or give explain the inputs of one forward, for a model that was never run"
+        ) from None
     if world_size is None:
         group = backend.lookup()
         world_size = group.size if group is not None else None
     devices = [tensor.device.type for _, tensor in backend.known_tensors()]
     known = _measured(backend)
-    figures, computes = machine(devices[0] if devices else "cpu", known)
-    link, sends = network(world_size, known)
+    module = None if isinstance(model, Backend) else _plain(model)[0]
+    notes = []
+    if not any(site.compilation.backward for site in backend.sites):
+        notes.append(
+            "nothing with a backward was compiled so far: run a forward with grad enabled, or give explain its inputs"
+        )
+    others = backend.modules.apart_from(module) if isinstance(module, nn.Module) else ()
+    if others:
+        notes.append(f"this is all that the backend compiled, for {', '.join(map(name_of, others))} as well")
     return gather(
         backend,
-        model="fxddp" if isinstance(model, Backend) else name_of(_plain(model)[0]),
+        model="fxddp" if module is None else name_of(module),
         settings=backend.settings,
-        network=link,
-        machine=figures,
-        origins={"network": sends, "machine": computes},
+        network=network(world_size, known),
+        machine=machine(devices[0] if devices else "cpu", known),
+        origins=origins(known),
+        notes=notes,
         trained=backend,
     )
 
@@ -170,7 +200,7 @@ def _plain(model: Any) -> tuple[Any, Backend | None]:
     try:
         backend = backend_of(model)
     except ValueError:
-        return model, None
+        return getattr(model, "_orig_mod", model), None
     if isinstance(model, DistributedDataParallel):
         model = model.module
     return getattr(model, "_orig_mod", model), backend
@@ -179,8 +209,9 @@ def _plain(model: Any) -> tuple[Any, Backend | None]:
 def _world_size(settings: Settings, trained: Backend | None) -> int | None:
     if settings.process_group is not None:
         return alive(settings.process_group).size()
-    group = None if trained is None else trained.lookup()
-    return None if group is None else group.size
+    if trained is not None and (group := trained.lookup()) is not None:
+        return group.size
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
 
 
 def _changed(settings: Settings, arguments: Mapping[str, Any]) -> Settings:
@@ -204,30 +235,34 @@ def _measured(backend: Backend | None) -> Speeds | None:
     return group.speeds if group is not None and group.size > 1 else None
 
 
-def _machine(
-    kind: str, known: Speeds | None, *, flops: float | None, memory: float | str | None
-) -> tuple[Machine, str]:
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device: {device!r} is no device that torch knows") from None
+
+
+def _machine(kind: str, known: Speeds | None, *, flops: float | None, memory: float | str | None) -> Machine:
     base = assumed(kind, 1).machine if known is None else known.machine
-    if flops is not None and (not isinstance(flops, (int, float)) or not flops > 0):
-        raise ValueError(f"flops must be a positive number of operations per second, got {flops!r}")
-    machine = Machine(
+    if flops is not None:
+        positive("flops", flops)
+    return Machine(
         base.flops if flops is None else float(flops),
-        base.memory if memory is None else units.bandwidth(memory),
+        base.memory if memory is None else units.bandwidth(memory, "memory_bandwidth"),
         base.launch,
     )
-    return machine, _origin(known, given=flops is not None or memory is not None)
 
 
 def _network(
     world_size: int | None, known: Speeds | None, *, bandwidth: float | str | None, latency: float | str | None
-) -> tuple[Network | None, str]:
+) -> Network | None:
     usual = assumed("cpu", 1).network if known is None else known.network
     wide = usual.bandwidth if bandwidth is None else units.bandwidth(bandwidth)
     late = usual.latency if latency is None else units.seconds(latency)
-    if world_size is None:
-        return None, GIVEN
-    return Network(world_size, wide, late), _origin(known, given=bandwidth is not None)
+    return None if world_size is None else Network(world_size, wide, late)
 
 
-def _origin(known: Speeds | None, *, given: bool) -> str:
-    return GIVEN if given else ASSUMED if known is None else MEASURED
+def _origins(known: Speeds | None, **given: float | str | None) -> dict[str, str]:
+    """Where each figure comes from."""
+    otherwise = ASSUMED if known is None else MEASURED
+    return {name: otherwise if value is None else GIVEN for name, value in given.items()}

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from fxddp.config import AUTO
+from fxddp.units import count, duration, mib, share, size
 
 from .report import Explanation, Parameter
-from .units import duration, number, size
 
 WORTH = 0.02
 """Shares of a step below this are not worth a word."""
@@ -36,7 +36,7 @@ def _eager(found: Explanation) -> Iterator[str]:
         sent = sum(span.seconds for span in found.timeline if span.kind == "uncovered")
         cost = f", {duration(sent)} of sending that nothing hides"
     at = f": compile what runs at {where[0]}" if where else ""
-    yield f"{len(eager)} parameters ({size(nbytes)}) are used outside of the graphs{cost}{at}"
+    yield f"{count(len(eager), 'parameter')} ({size(nbytes)}) outside of the graphs{cost}{at}"
 
 
 def _size(found: Explanation) -> Iterator[str]:
@@ -48,8 +48,9 @@ def _size(found: Explanation) -> Iterator[str]:
     gain = current.exposed - best.exposed
     if gain > WORTH * found.seconds:
         yield (
-            f"bucket_mb={number(best.bucket_mb)} ({best.buckets} buckets) would expose {duration(best.exposed)} of "
-            f"sending instead of {duration(current.exposed)} with {number(now)}: {gain / found.seconds:.0%} of the step"
+            f"bucket_mb={mib(best.bucket_mb)} ({count(best.buckets, 'bucket')}) would expose {duration(best.exposed)} "
+            f"of sending instead of {duration(current.exposed)} with {mib(now)}: {share(gain / found.seconds)} of the "
+            f"step"
         )
 
 
@@ -60,14 +61,15 @@ def _first(found: Explanation) -> Iterator[str]:
     first = graph.buckets[0]
     ranked = sorted(first.gradients, key=lambda gradient: gradient.before)
     last = ranked[-1]
-    if last.before < 0.3 or len(graph.buckets) < 2:
+    if last.before < 0.3 or len(graph.buckets) < 2 or len(ranked) < 2:
         return
-    if found.settings["bucket_mb"] == AUTO:
+    if found.settings["bucket_mb"] == AUTO or found.settings["bucket_cap_mb_list"]:
         return
-    earlier = f"; without it, it could leave after {ranked[-2].before:.0%}" if len(ranked) > 1 else ""
+    before = ranked[-2].before
+    earlier = f"; without it, it could leave after {share(before)}" * (last.before - before > WORTH)
     yield (
-        f"the first bucket waits for {last.name}, ready after {last.before:.0%} of the backward{earlier}: "
-        f"a smaller first_bucket_mb than {found.settings['first_bucket_mb']:g} starts the network sooner"
+        f"the first bucket waits for {last.name}, ready after {share(last.before)} of the backward{earlier}: a smaller "
+        f"first_bucket_mb than {mib(found.settings['first_bucket_mb'])} starts the network sooner"
     )
 
 
@@ -75,12 +77,13 @@ def _latency(found: Explanation) -> Iterator[str]:
     network = found.network
     if network is None or found.sending == 0 or found.exposed <= WORTH * found.seconds:
         return
-    count = sum(1 for span in found.timeline if span.lane == "network")
-    delay = count * network.delay
+    sent = sum(1 for span in found.timeline if span.lane == "network")
+    delay = sent * network.delay
     if delay > found.sending / 2:
+        larger = "; larger buckets need fewer" * any(each.buckets < len(found.buckets) for each in found.sizes)
         yield (
-            f"{delay / found.sending:.0%} of the sending is latency: {count} all-reduces of {duration(network.delay)} "
-            f"each before the first byte; larger buckets need fewer"
+            f"{share(delay / found.sending)} of the sending is latency: {count(sent, 'all-reduce')} of "
+            f"{duration(network.delay)}{' each' * (sent > 1)} before the first byte{larger}"
         )
 
 
@@ -88,11 +91,10 @@ def _tail(found: Explanation) -> Iterator[str]:
     late = [bucket for bucket in found.buckets if bucket.exposed]
     if not late or found.exposed <= WORTH * found.seconds:
         return
-    share = found.exposed / found.seconds
     bound = "; the network is the bottleneck" if found.sending > found.computing else ""
     yield (
-        f"{duration(found.exposed)} of sending ({share:.0%} of the step) is exposed, in {len(late)} of "
-        f"{len(found.buckets)} buckets{bound}"
+        f"{duration(found.exposed)} of sending ({share(found.exposed / found.seconds)} of the step) is exposed, in "
+        f"{len(late)} of {count(len(found.buckets), 'bucket')}{bound}"
     )
 
 
@@ -100,4 +102,4 @@ def _unused(found: Explanation) -> Iterator[str]:
     unused = _state(found, "unused")
     if unused:
         nbytes = sum(parameter.nbytes for parameter in unused)
-        yield f"{len(unused)} parameters ({size(nbytes)}) are not used by this forward and keep their .grad"
+        yield f"{count(len(unused), 'parameter')} ({size(nbytes)}) not used by this forward: .grad stays as it is"

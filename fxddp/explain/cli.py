@@ -20,15 +20,17 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxddp import units
 from fxddp.config import AUTO
 
-from . import explain, units
+from . import explain
 from .compare import compare, figures
 from .report import Explanation
 
@@ -176,7 +178,7 @@ def _mib(text: str) -> float | str:
 def _report(options: argparse.Namespace, bucket_mb: float | str, *, measure: bool = False) -> Explanation:
     for name, read in (
         ("bandwidth", units.bandwidth),
-        ("memory_bandwidth", units.bandwidth),
+        ("memory_bandwidth", partial(units.bandwidth, what="memory_bandwidth")),
         ("latency", units.seconds),
     ):
         value = getattr(options, name)

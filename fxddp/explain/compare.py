@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from fxddp.units import duration, mib, share, size
+
 from .report import Explanation
-from .units import duration, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class Row:
         """How much it grew or shrank."""
         if not self.before or self.after is None:
             return "" if self.before == self.after else "new"
-        share = self.after / self.before - 1
-        return f"{share:+.1%}" if share else "same"
+        grown = self.after / self.before - 1
+        return f"{grown:+.1%}" if grown else "same"
 
 
 def figures(before: Explanation, after: Explanation) -> tuple[Row, ...]:
@@ -38,7 +39,7 @@ def figures(before: Explanation, after: Explanation) -> tuple[Row, ...]:
         ("computing", duration),
         ("exposed", duration),
         ("sending", duration),
-        ("overlap", _share),
+        ("overlap", share),
         ("nbytes", size),
         ("wire_bytes", size),
     ):
@@ -74,22 +75,18 @@ def compare(before: Explanation, after: Explanation) -> str:
 
 
 def _faster(gain: float, base: float) -> str:
-    share = f" ({abs(gain) / base:.1%})" if base else ""
-    return f"predicted to be {duration(abs(gain))} a step{share} {'faster' if gain > 0 else 'slower'}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
+    part = f" ({abs(gain) / base:.1%})" if base else ""
+    return f"predicted to be {duration(abs(gain))} a step{part} {'faster' if gain > 0 else 'slower'}"
 
 
 def _plain(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return mib(value) if isinstance(value, float) else str(value)
 
 
 def _title(found: Explanation) -> str:
     ranks = f" ×{found.world_size}" if found.world_size else ""
-    mib = found.settings.get("bucket_mb", 0)
-    return f"{found.model}{ranks}, {mib if isinstance(mib, str) else f'{mib:g} MiB'}"
+    each = found.settings.get("bucket_mb", 0)
+    return f"{found.model}{ranks}, {each if isinstance(each, str) else f'{mib(each)} MiB'}"
 
 
 def _moved(before: Explanation, after: Explanation) -> list[str]:

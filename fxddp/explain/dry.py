@@ -134,13 +134,14 @@ def try_forward(
         before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         if isinstance(model, nn.Module):
             backend.adopt(model)
-        compiled: Callable[..., Any] = torch.compile(model, backend=backend)
+        compile_alone: Any = torch.compile  # its overloads leave `isolate_recompiles` out
+        compiled: Callable[..., Any] = compile_alone(model, backend=backend, isolate_recompiles=True)
         try:
             with (
                 _compat.graph_breaks_logged() as breaks,
                 torch.random.fork_rng(),
                 torch.enable_grad(),
-                _compat.no_recompile_limit(),
+                _compat.compiled_for_once(backend),
             ):
                 results = _compat.flatten(compiled(*inputs, **kwargs))
                 used = set(map(id, _compat.upstream_leaves(results)))

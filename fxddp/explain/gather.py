@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 from fxddp.backend import Backend
-from fxddp.config import AUTO, MIB, Settings
+from fxddp.config import AUTO, Settings, in_mib
 from fxddp.passes.cost import Machine, Network, Speeds
 
 from . import advice
 from .breaks import breaks_of
 from .dry import Tried
 from .graphs import View, graph_at
-from .parameters import parameters_of
+from .parameters import parameters_of, sent_twice
 from .report import ASSUMED, MEASURED, Explanation
 from .sending import Sending, numbered, runs_of, unmodelled
 from .timeline import simulate
-from .times import gradients, other_sizes, recorded_spans, steps, superseded, timed, unlike_the_last
+from .times import gradients, other_sizes, planned_for, recorded_spans, steps, superseded, timed, unlike_the_last
 
 
 def gather(
@@ -49,7 +49,7 @@ def gather(
         network: what to predict all-reduces with.
         machine: what to predict computation with.
         device: report this device in place of the one that was traced on.
-        origins: where the figures of "machine" and "network" come from.
+        origins: where each figure of machine and network comes from.
         notes: what to keep in mind.
         tried: what a dry run showed; None for a backend that trains.
         trained: the backend that trains the model, if one does.
@@ -83,7 +83,13 @@ def gather(
         timeline=spans,
         recorded=recorded,
         sizes=other_sizes(sites, known, speeds, view.sending, late),
-        notes=(*notes, *unmodelled(settings, view.sending), *unlike_the_last(backend, sites, len(replaced))),
+        notes=(
+            *notes,
+            *unmodelled(settings, view.sending),
+            *unlike_the_last(backend, sites, len(replaced)),
+            *planned_for(sites, settings, network),
+            *sent_twice(graphs, parameters),
+        ),
         versions={"fxddp": _version(), "torch": torch.__version__},
     )
     return replace(found, advice=tuple(advice.advise(found)))
@@ -100,8 +106,9 @@ def _described(settings: Settings, sending: Sending) -> dict[str, Any]:
     inner = settings.inner if isinstance(settings.inner, str) else getattr(settings.inner, "__name__", "a callable")
     mesh = settings.mesh
     return {
-        "bucket_mb": AUTO if settings.auto else settings.cap / MIB,
-        "first_bucket_mb": AUTO if settings.auto else min(settings.first_cap, settings.cap) / MIB,
+        "bucket_mb": AUTO if settings.auto else in_mib(settings.cap),
+        "first_bucket_mb": AUTO if settings.auto else in_mib(min(settings.first_cap, settings.cap)),
+        "bucket_cap_mb_list": [in_mib(cap) for cap in settings.caps],
         "inner": inner,
         "split": settings.split,
         "find_unused_parameters": settings.find_unused_parameters,

@@ -21,7 +21,7 @@ from .timeline import Span
 
 SCHEMA = 1
 GIVEN, ASSUMED, MEASURED = "given", "assumed", "measured"
-"""Where the figures of a machine or a network come from: the caller, nobody, or the ranks, for `bucket_mb="auto"`."""
+"""Where a figure of the machine or the network comes from: the caller, nobody, or the ranks, for `bucket_mb="auto"`."""
 
 CODE = ("code", "diff", "dynamo", "forward", "backward")
 T = TypeVar("T")
@@ -235,7 +235,8 @@ class Explanation:
         machine: what piece times are predicted with.
         network: what all-reduce times are predicted with; None without ranks.
         device: of the model, or that it was explained for.
-        assumed: which of the figures of machine and network nobody gave.
+        assumed: which of the figures of machine and network nobody gave: "flops", "memory_bandwidth", "bandwidth" and
+            "latency", as the arguments of `fxddp.explain`.
         measured: which of them the ranks measured, for `bucket_mb="auto"`.
         breaks: where Dynamo ended graphs early.
         timeline: the predicted step; with `measure=True` its computation is measured.
@@ -324,6 +325,11 @@ class Explanation:
     def overlap(self) -> float | None:
         """Share of the sending that computation hides; None if nothing is sent."""
         return 1 - self.exposed / self.sending if self.sending else None
+
+    @property
+    def clocked(self) -> bool:
+        """Whether the computation was measured, with `measure=True`."""
+        return any(graph.measured is not None for graph in self.graphs)
 
     # --- views ------------------------------------------------------------------------------------
 

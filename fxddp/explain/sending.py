@@ -83,5 +83,10 @@ def unmodelled(settings: Settings, sending: Sending) -> Iterator[str]:
         yield "sending is predicted as one ring over all ranks, as if links inside a node were no faster than across"
     if sending.runs.hook is not None:
         yield f"sending is predicted as an all-reduce of every bucket, whatever {sending.runs.hook} makes of it"
+    codec = settings.codec
+    if codec is not None and not codec.in_graphs:
+        yield f"what {type(codec).__name__} computes to encode and decode is not in the predicted step"
+    if codec is not None and codec.remark:
+        yield codec.remark
     if sending.runs.optimizer is not None:
         yield f"the updates of {sending.runs.optimizer} are not in the predicted step"

@@ -7,14 +7,15 @@ from dataclasses import replace
 from torch import Tensor
 
 from fxddp.backend import Backend
-from fxddp.config import AUTO, MIB
+from fxddp.config import AUTO, MIB, Settings, in_mib
 from fxddp.passes.bucketing import plan_buckets
-from fxddp.passes.cost import Machine, Speeds
+from fxddp.passes.cost import Machine, Network, Speeds
 from fxddp.passes.outline import Outline
 from fxddp.passes.plan import Bucket, BucketPlan, GradSpec
 from fxddp.passes.sizing import choose_plan
 from fxddp.site import Site
 from fxddp.stats import BackwardRecord
+from fxddp.units import count, duration, rate
 
 from . import timeline
 from .graphs import shares
@@ -71,9 +72,9 @@ def gradients(site: Site, machine: Machine, graph: Graph) -> Gradients:
 def other_sizes(
     sites: Sequence[Site], graphs: Sequence[Gradients], speeds: Speeds | None, sending: Sending, late: Sequence[Tensor]
 ) -> tuple[Size, ...]:
-    """What buckets of other sizes would give; nothing where their sizes are given one by one."""
+    """What buckets of other sizes would give; nothing where their sizes are given one by one, or nothing is sent."""
     settings = sending.settings
-    if speeds is None or settings.caps or not any(graph.grads for graph in graphs):
+    if speeds is None or speeds.network.world_size == 1 or settings.caps or not any(graph.grads for graph in graphs):
         return ()
     network = speeds.network
 
@@ -84,7 +85,7 @@ def other_sizes(
 
     auto = [_planned(site)[0] if settings.auto else _auto(site, speeds, sending) for site in sites]
     found = [size(AUTO, auto, settings.cap)]
-    for mib in sorted({*TRIED_SIZES, *(() if settings.auto else (settings.cap / MIB,))}):
+    for mib in sorted({*TRIED_SIZES, *(() if settings.auto else (in_mib(settings.cap),))}):
         cap = int(mib * MIB)
         first = min(settings.first_cap, cap)
         found.append(size(mib, [plan_buckets(graph.grads, cap=cap, first_cap=first) for graph in graphs], cap))
@@ -120,12 +121,25 @@ def superseded(backend: Backend, sites: Sequence[Site]) -> list[Site]:
 def unlike_the_last(backend: Backend, sites: Sequence[Site], replaced: int) -> Iterator[str]:
     """Where the last synchronised backward ran other graphs, or some more than once."""
     if replaced:
-        what = f"{replaced} graph{'s' * (replaced != 1)} left out"
+        what = f"{count(replaced, 'graph')} left out"
         yield f"{what}: Dynamo compiled the same code again, and the last backward ran another graph of it"
     often = Counter(_last_graphs(backend))
     for index, site in enumerate(sites):
         if often[site.number] > 1:
             yield f"graph {index} ran {often[site.number]} times in the last backward, and is counted once"
+
+
+def planned_for(sites: Sequence[Site], settings: Settings, network: Network | None) -> Iterator[str]:
+    """What `bucket_mb="auto"` chose buckets for, where the report does not say so already."""
+    if not settings.auto:
+        return
+    what = f'bucket_mb="{AUTO}"'
+    if len(sites) > 1:
+        yield f"{what} planned each of the {len(sites)} graphs alone, as if no other were computed or sent in the step"
+    for other in {site.compilation.speeds.network for site in sites if site.compilation.speeds} - {network}:
+        link = f" with {rate(other.bandwidth)} and {duration(other.latency)} a message"
+        sends = link if other.world_size > 1 else ", which sends nothing"
+        yield f"{what} chose these buckets for {count(other.world_size, 'rank')}{sends}"
 
 
 def _last_graphs(backend: Backend) -> Sequence[int]:

@@ -37,8 +37,11 @@ const digits = (value, n) => Number(value.toPrecision(n)).toString();
 
 const mib = (value) => (typeof value === "string" ? value : `${digits(value, 4)} MiB`);
 const sized = (settings) => {
-  const first = settings.first_bucket_mb;
-  return typeof first === "string" ? "sizes of buckets chosen" : `buckets of ${mib(settings.bucket_mb)}, the first of ${mib(first)}`;
+  const several = settings.bucket_cap_mb_list || [], bytes = buckets.map((b) => b.nbytes);
+  if (several.length) return `buckets of ${several.map((each) => digits(each, 4)).join(", ")} MiB`;
+  if (typeof settings.bucket_mb !== "string") return `buckets of ${mib(settings.bucket_mb)}, the first of ${mib(settings.first_bucket_mb)}`;
+  const between = [...new Set([size(Math.min(...bytes)), size(Math.max(...bytes))])].join(" to ");
+  return `${bytes.length ? `buckets of ${between}, chosen by ` : ""}bucket_mb="auto"`;
 };
 
 function size(bytes) {
@@ -49,6 +52,7 @@ function size(bytes) {
 
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
+  seconds = Number(seconds.toPrecision(3));
   for (const [unit, factor] of [["s", 1], ["ms", 1e-3], ["µs", 1e-6]])
     if (seconds >= factor) return `${digits(seconds / factor, 3)} ${unit}`;
   return seconds ? `${Math.round(seconds * 1e9)} ns` : "0";
@@ -129,15 +133,18 @@ function timeline(spans, box) {
     const x = (time) => LEFT + ((time - from) / (to - from)) * inner;
     const clip = (value) => Math.min(Math.max(value, LEFT), LEFT + inner);
     const svg = make("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "img", "aria-label": "when everything happens in a step" });
-    const step = 10 ** Math.floor(Math.log10((to - from) / 6)) * [1, 2, 5, 10].find((m) => 10 ** Math.floor(Math.log10((to - from) / 6)) * m >= (to - from) / 9);
+    const least = (to - from) / Math.min(9, inner / 64); // seconds between ticks, so that labels do not touch
+    const ten = 10 ** Math.floor(Math.log10(least)), step = ten * [1, 2, 5, 10].find((m) => ten * m >= least);
     for (let time = Math.ceil(from / step) * step; time <= to; time += step) {
+      const anchor = x(time) + 26 > width ? "end" : "middle";
       svg.append(make("line", { x1: x(time), x2: x(time), y1: TOP - 6, y2: HEIGHT - 22, stroke: "var(--line)" }));
-      svg.append(make("text", { x: x(time), y: HEIGHT - 8, "text-anchor": "middle" }, time < step / 2 ? "0" : duration(time)));
+      svg.append(make("text", { x: anchor === "end" ? width : x(time), y: HEIGHT - 8, "text-anchor": anchor }, time < step / 2 ? "0" : duration(time)));
     }
     if (end(spans) > computed) {
       const a = clip(x(computed)), b = clip(x(end(spans)));
       svg.append(make("rect", { x: a, y: TOP - 6, width: Math.max(0, b - a), height: HEIGHT - 16 - TOP, fill: "var(--badwash)" }));
-      if (b - a > 62) svg.append(make("text", { x: (a + b) / 2, y: TOP - 11, "text-anchor": "middle", style: "fill: var(--bad)" }, `exposed ${duration(end(spans) - computed)}`));
+      const anchor = b - a > 110 ? "middle" : "end";
+      if (b > a) svg.append(make("text", { x: anchor === "end" ? b : (a + b) / 2, y: TOP - 11, "text-anchor": anchor, style: "fill: var(--bad)" }, `exposed ${duration(end(spans) - computed)}`));
     }
     ["compute", "network"].forEach((lane, row) => {
       const y = TOP + row * (ROW + GAP);
@@ -396,10 +403,10 @@ function graphs() {
 }
 
 function settings() {
-  const assumed = (what) => (report.assumed.includes(what) ? " (assumed)" : "");
-  const list = Object.entries(report.settings).map(([name, value]) => [name, typeof value === "number" ? digits(value, 4) : value === null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value)]);
-  if (network) list.push(["network", `${digits((network.bandwidth * 8) / 1e9, 4)} Gbit/s, ${duration(network.latency)} a message${assumed("network")}: ring all-reduce`]);
-  list.push(["machine", `${digits(report.machine.flops / 1e12, 3)} TFLOP/s, ${digits(report.machine.memory / 1e9, 4)} GB/s of memory${assumed("machine")}`]);
+  const origin = (what) => (report.assumed.includes(what) ? " (assumed)" : report.measured.includes(what) ? " (measured)" : "");
+  const list = Object.entries(report.settings).map(([name, value]) => [name, typeof value === "number" ? digits(value, 4) : value === null || (typeof value === "object" && !Object.keys(value).length) ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value)]);
+  if (network) list.push(["network", `${digits((network.bandwidth * 8) / 1e9, 4)} Gbit/s${origin("bandwidth")}, ${duration(network.latency)} a message${origin("latency")}: ring all-reduce`]);
+  list.push(["machine", `${digits(report.machine.flops / 1e12, 3)} TFLOP/s${origin("flops")}, ${digits(report.machine.memory / 1e9, 4)} GB/s of memory${origin("memory_bandwidth")}`]);
   $("settings").append(make("dl", {}, list.flatMap(([name, value]) => [make("dt", {}, name), make("dd", { class: "mono" }, value)])));
 }
 
