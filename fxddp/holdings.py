@@ -1,5 +1,6 @@
 """What parameters hold of a backward before it is over: accumulated, set aside, kept back."""
 
+import math
 from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -92,10 +93,10 @@ class Holdings:
     def put_back(self) -> None:
         """The backward failed: every `.grad` is what it was, with what autograd accumulated since.
 
-        Of what was filled again in place there are zeros, in new memory: the bucket may still be under way.
+        What was filled again in place is lost, and NaN says so; in new memory, as the bucket may still be under way.
         """
         for parameter, grad in chain.from_iterable(zip(*pair, strict=True) for pair in self.refilled):
-            self.taken.setdefault(id(parameter), (parameter, torch.zeros_like(grad)))
+            self.taken.setdefault(id(parameter), (parameter, torch.full_like(grad, math.nan)))
         for parameter, old in [*self.taken.values(), *self.aside.values()]:
             parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
         self.taken.clear()

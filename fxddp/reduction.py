@@ -143,16 +143,14 @@ class Reduction(NodeRun):
         exceptions = self.exceptions
         is_last = bucket is self._plan.buckets[-1]
         if exceptions.none and not decision.defer and self._assembly is None:
-            folded = self._fold(bucket, flat, members)
-            self.backward.launch_later(bucket, flat, members, None if folded else wire, is_last=is_last)
+            if not self._refill(bucket, flat, members, is_last=is_last):
+                folded = self._fold(bucket, flat, members)
+                self.backward.launch_later(bucket, flat, members, None if folded else wire, is_last=is_last)
             return
         wheres = [(bucket.index, i) for i in range(len(members))]
         if exceptions.local or exceptions.zeros or decision.defer:
             self._set_apart(wheres, members, bucket_views(bucket, flat), defer=decision.defer)
         if decision.defer:
-            return
-        is_last = bucket is self._plan.buckets[-1]
-        if self._refill(bucket, flat, members, is_last=is_last):
             return
         if self._fold(bucket, flat, members) or exceptions.zeros:
             wire = None  # not the same any more
@@ -177,9 +175,8 @@ class Reduction(NodeRun):
 
     def _refill(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor], *, is_last: bool) -> bool:
         """Adds the packed bucket to the one `.grad`s are still views of, and launches that; whether there is one."""
-        usual = members[0].grad is None or self._assembly is not None or not self.exceptions.none
         backward = self.backward
-        if usual or self.exceptions.zeros or backward.holdings.aside:
+        if members[0].grad is None or backward.holdings.aside:
             return False
         grads = backward.backend.reduced.gradients(bucket, members)
         if grads is None:

@@ -5,9 +5,9 @@
     step n+1    old bucket += new bucket, which is freed ─ all-reduce of the old one ─► the same `.grad`s
 
 Otherwise all gradients would be there twice at the end of a backward. What was in the old bucket cannot be put back
-when the backward fails: its `.grad`s are zeros then, which is what `zero_grad` had left. So this is done only with
-gradients that were kept since they were reduced. What accumulates under `no_sync` from None on is left alone until the
-backward is over, and an exception leaves it as it was.
+when the backward fails: its `.grad`s are NaN then, so that nobody steps with less than what was accumulated; the next
+`zero_grad` makes zeros of it. This is done only with gradients that were kept since they were reduced. What accumulates
+under `no_sync` from None on is left alone until the backward is over, and an exception leaves it as it was.
 """
 
 from collections.abc import Sequence
