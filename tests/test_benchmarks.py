@@ -170,5 +170,5 @@ def test_the_planners_are_measured_side_by_side(tmp_path: Path) -> None:
 
 
 def test_growth_is_the_exponent_between_two_counts() -> None:
-    rows = [planner.Row(count, "auto", 1, (seconds, 9.0)) for count, seconds in ((10, 1.0), (100, 100.0))]
+    rows = [planner.Row(count, "auto", 1, (seconds, 900.0)) for count, seconds in ((10, 1.0), (100, 100.0))]
     assert [planner.growth(rows, row) for row in rows] == [None, pytest.approx(2)]
