@@ -32,6 +32,7 @@ class Ending:
     def __init__(self, backward: "Backward") -> None:
         self.backward = backward
         self.holdings = backward.holdings
+        self._whole: list[Launched] = []
 
     @torch.no_grad()
     def run(self) -> None:
@@ -49,13 +50,9 @@ class Ending:
                 self._reduce_rest(backward.group)
         else:
             backend.watch.keep_pending(backward.local.values())
-        for launched, bucket, flat in backward.lazy:
-            launched.views = bucket_views(bucket, flat)
-        buckets = [launched.parameters for launched, _, _ in backward.lazy]
-        backward.lazy.clear()
         self._write_all(backend.registered.optimizer if synchronises else None)
-        for parameters in buckets:
-            backend.reduced.note(parameters)
+        for launched in self._whole:
+            backend.reduced.note(launched.parameters)
         for parameter in backward.stood_in.values():  # autograd has accumulated nothing here, and called nobody
             _compat.run_other_accumulation_hooks(parameter)
         backend.watch.keep_pending(self.holdings.lay_back())
@@ -76,6 +73,7 @@ class Ending:
             else:
                 event = nothing_left(kind, owner)
             proposal = backend.agreement.announce(event, group, carried=bool(backward.carried))
+            self._make_views()  # while they travel
             for launched in backward.launched if backend.registered.optimizer is None else ():
                 backward.wait(launched)
             decision = proposal.decision()
@@ -88,6 +86,13 @@ class Ending:
                 break
         if decision.compare:
             backend.replica.compare_unmet(group)
+
+    def _make_views(self) -> None:
+        """Makes the gradients of buckets that all go the usual way, for which there was no need so far."""
+        for launched, bucket, flat in self.backward.lazy:
+            launched.views = bucket_views(bucket, flat)
+            self._whole.append(launched)
+        self.backward.lazy.clear()
 
     def _rest(self, group: "Group") -> dict[int, Tensor]:
         """The parameters that have something local, by number."""
