@@ -11,6 +11,7 @@ from torch import Tensor
 from . import _compat
 from .decision import END, INNER, Decision, Event
 from .executor import bucket_views
+from .next_forward import Late
 from .packing import packs
 
 if TYPE_CHECKING:
@@ -49,15 +50,12 @@ class Ending:
                 self._reduce_rest(backward.group)
         else:
             backend.watch.keep_pending(backward.local.values())
-        for launched, bucket, flat in backward.lazy:
-            launched.views = bucket_views(bucket, flat)
-        backward.lazy.clear()
-        self._write_all(backend.registered.optimizer if synchronises else None)
+        under_way = self._write_all(backend.registered.optimizer if synchronises else None)
         for parameter in backward.stood_in.values():  # autograd has accumulated nothing here, and called nobody
             _compat.run_other_accumulation_hooks(parameter)
         backend.watch.keep_pending(self.holdings.lay_back())
         backward.launched.clear()
-        backend.log.add(backward.record)
+        backend.log.add(backward.record, under_way=under_way)
 
     def _reduce_rest(self, group: "Group") -> None:
         """Averages what no graph has reduced, and stands in with zeros for what only other ranks have."""
@@ -117,21 +115,31 @@ class Ending:
         for parameter in sparse:
             backward.launch_sparse(parameter, group)
 
-    def _write_all(self, optimizer: "OptimizerInBackward | None") -> None:
-        """Waits for each bucket and updates its parameters, while those after it travel; see Note [update]."""
+    def _write_all(self, optimizer: "OptimizerInBackward | None") -> bool:
+        """Waits for each bucket and updates its parameters, while those after it travel; see Note [update].
+
+        Returns:
+            Whether some are left to be waited for in the next forward.
+        """
         backward = self.backward
         if optimizer is None:
+            self._make_views()
             for launched in backward.launched:
                 backward.wait(launched)
             for launched in backward.launched:
                 self._write(launched)
-            return
+            return False
         outer = backward.backend.around(backward) if backward.nested else None
         if backward.nested and outer is None:
             raise RuntimeError(NESTED)
         optimizer.begin(backward.task if outer is None else outer.task)
         last = {id(p): launched for launched in backward.launched for p in launched.parameters}
+        late = self._late(optimizer, last) if outer is None else []
+        left = {id(each.launched) for each in late}
+        self._make_views()
         for launched in backward.launched:
+            if id(launched) in left:
+                continue
             backward.wait(launched)
             self._write(launched)
             ready = [p for p in launched.parameters if last[id(p)] is launched and id(p) not in backward.later]
@@ -145,6 +153,40 @@ class Ending:
             optimizer.update(backward.later.values())
         else:
             outer.update_later(backward.later.values())
+        under_way = backward.backend.under_way
+        under_way.doubtful.clear()
+        if late:
+            assert backward.group is not None
+            captured = optimizer.capture(p for each in late for p in each.launched.parameters)
+            under_way.add(late, backward.group, captured, backward.record)
+        return bool(late)
+
+    def _make_views(self) -> None:
+        for launched, bucket, flat in self.backward.lazy:
+            launched.views = bucket_views(bucket, flat)
+        self.backward.lazy.clear()
+
+    def _late(self, optimizer: "OptimizerInBackward", last: dict[int, "Launched"]) -> list[Late]:
+        """The buckets that the next forward may wait for: all of their gradients went one way, and no other."""
+        backward, taken = self.backward, self.holdings.taken
+        backend, group = backward.backend, backward.group
+        if backend.settings.overlap is None or backend.joining or group is None or group.size == 1:
+            return []
+        elsewhere = backward.by_autograd.keys() | backward.local.keys() | backward.later.keys()
+        late = [
+            Late(launched, bucket, flat)
+            for launched, bucket, flat in backward.lazy
+            if launched.work is not None
+            and elsewhere.isdisjoint(map(id, launched.parameters))
+            and all(p.grad is None and last[id(p)] is launched for p in launched.parameters)
+            and optimizer.knows(launched.parameters)
+        ]
+        left = {id(each.launched) for each in late}
+        backward.lazy = [entry for entry in backward.lazy if id(entry[0]) not in left]
+        for each in late:
+            for parameter in each.launched.parameters:
+                taken.pop(id(parameter), None)  # it is in the bucket, and the backward did not fail
+        return late
 
     def _write(self, launched: "Launched") -> None:
         views, launched.views = launched.views, None

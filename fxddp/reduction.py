@@ -4,8 +4,9 @@ synchronised   fold what was accumulated ─ launch ─ … ─ hand back what a
 under no_sync  set aside ─ … ─ hand back
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +87,7 @@ class Reduction(NodeRun):
         self._proposal: Proposal | None = None
         self._decision: Decision | None = None
         self._assembly: Assembly | None = None
+        self._held: dict[int, Callable[..., object]] = {}
         self._to_autograd: list[tuple[Where, Tensor, Tensor, Launched]] = []
         if self._plan.buckets and not backward.deferring:
             event = call.binding.event(call, artifact.program, exceptions)
@@ -157,10 +159,14 @@ class Reduction(NodeRun):
         is_last = bucket is self._plan.buckets[-1]
         if self._assembly is not None:
             self._launch_ready(self._assembly, wheres, members, bucket_views(bucket, flat))
-        elif exceptions.none:
-            self.backward.launch_later(bucket, flat, members, wire, is_last=is_last)
+            return
+        if exceptions.none:
+            start = partial(self.backward.launch_later, bucket, flat, members, wire)
         else:
-            self._launch(flat, wheres, members, bucket_views(bucket, flat), wire, is_last=is_last)
+            start = partial(self._launch, flat, wheres, members, bucket_views(bucket, flat), wire)
+        self._held[bucket.index] = start
+        for index in self.artifact.program.launches[bucket.index] if decision.order else (bucket.index,):
+            self._held.pop(index)(is_last=is_last and not self._held)
 
     def _fold(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor]) -> bool:
         """Adds what the parameters accumulated so far to the packed bucket, and takes it from them; whether any had."""

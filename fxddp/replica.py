@@ -153,7 +153,7 @@ class Replica:
         kinds = [_kind_of(name, tensor) for name, tensor in fresh.values()]
         backend = self._backend()
         assert backend is not None
-        if backend.settings.auto:
+        if backend.settings.measures:
             speeds_of(backend, group, next(iter(fresh.values()))[1])
         self._agree([_common(backend.settings), kinds], group, _compare_contact)
         late: list[str] = []
@@ -243,6 +243,7 @@ def _common(settings: "Settings") -> dict[str, Any]:
         "static_graph": settings.static_graph,
         "init_sync": settings.init_sync,
         "algorithm": settings.algorithm,
+        "overlap": settings.overlap,
         "the list of process groups": [str(alive(lane).group_name) for lane in settings.lanes],
         "forward_sync_buffers": settings.forward_sync_buffers,
     }

@@ -11,6 +11,7 @@ but its inputs and outputs. Values cross pieces through numbered slots; slots 0 
 
 import operator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Program:
         steps: the pieces in order.
         outputs: for each output of the backward a slot, None, or the gradient's (bucket, position).
         plan: the buckets.
+        launches: by bucket, those to launch once it is packed; () for each by itself, in order.
     """
 
     inputs: int
@@ -59,6 +61,13 @@ class Program:
     steps: tuple[Step, ...]
     outputs: tuple[int | tuple[int, int] | None, ...]
     plan: BucketPlan
+    launches: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The buckets as they are launched; () for the order in which they are packed."""
+        order = tuple(chain.from_iterable(self.launches))
+        return () if order == tuple(range(len(order))) else order
 
 
 def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.GraphModule, ...]]:
