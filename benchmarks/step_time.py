@@ -19,8 +19,8 @@ same class after it, the second would be served the first's graph, uncut, and DD
 therefore executes `models.py` anew: equal weights and inputs, code objects of its own.
 
 Note [sweep]
-`bucket_mb="auto"` is planned for the network it finds when it is built, so that mode is built again at every rate, on a
-new process group, and is compared in turns with the fixed sizes `fxddp_0.5mib` … `fxddp_64mib`.
+`bucket_mb="auto"` and `overlap="next_forward"` are planned for the network they find when they are built, so these modes
+are built again at every rate, on a new process group. "auto" is compared in turns with the fixed sizes `fxddp_0.5mib` … `fxddp_64mib`.
 
 Note [turns]
 A round steps every mode once, then all-reduces the same bytes alone: A B C comm, A B C comm, … A machine that drifts
@@ -84,6 +84,8 @@ SIZED = {f"fxddp_{mib:g}mib": mib for mib in (0.5, 1, 2, 4, 8, 16, 25, 32, 64)}
 MODES |= {mode: f"fxddp, {mib:g} MiB" for mode, mib in SIZED.items()}
 AUTO = "fxddp_auto"
 MODES |= {AUTO: 'fxddp, "auto"'}
+MEASURING = (AUTO, NEXT_FORWARD)
+"""Modes that are planned for the network they find; see Note [sweep]."""
 EAGER = frozenset(mode for mode in MODES if mode == "ddp" or (mode.startswith("ddp_") and mode in HOOKED))
 COMPILED = frozenset(MODES) - EAGER
 BASELINE, RIVAL = "local", "ddp_compile"
@@ -187,7 +189,7 @@ def build(mode: str, model: str, *, rank: int, bucket_mb: float, comm_hook: str 
             options["optimizer"] = optimizer
         if mode == NEXT_FORWARD:
             options["overlap"] = "next_forward"
-        if mode == AUTO:
+        if mode in MEASURING:
             options["process_group"] = dist.new_group()
         backend = fxddp.backend("auto" if mode == AUTO else SIZED.get(mode, bucket_mb), **options)
         if hooks:
@@ -297,7 +299,7 @@ class Rank:
                 raise BenchmarkError(f"mode {mode}: expected a backward whose graphs reduce every gradient, got {last}")
             built |= {"launches": last.launches, "pieces": last.pieces}
             built["buckets"] = [bucket.nbytes for plan in run.backend.plans for bucket in plan.buckets]
-        if mode == AUTO:
+        if mode in MEASURING:
             built["speeds"] = asdict(run.backend.lookup().speeds)
         return built
 
@@ -644,10 +646,10 @@ def measure_model(model: str, network: Network, scratch: Path, options: argparse
                 built[mode] = answers[0] | {"difference": max(a["difference"] for a in answers)}
                 _note(f"{model}: {mode} built and checked in {built[mode]['warm_up_s']:.1f} s")
 
-        build_all([mode for mode in options.modes if mode != AUTO])
+        build_all([mode for mode in options.modes if mode not in MEASURING])
         for rate in options.rates:
             network.set_rate(rate)
-            build_all([mode for mode in options.modes if mode == AUTO])
+            build_all([mode for mode in options.modes if mode in MEASURING])
             load = os.getloadavg()
             _note(f"{model}: measuring at rate {rate}")
             settle_s = settle_seconds(rate)

@@ -17,7 +17,7 @@ from .config import Settings
 from .passes import pipeline
 from .passes.cost import Speeds, Work, graph_work
 from .passes.forward import cut_forward, first_reads
-from .passes.launching import plan_launches
+from .passes.launching import CAUTION, plan_launches
 from .passes.outline import Outline
 from .passes.plan import Bucket, BucketPlan, GradSpec
 from .passes.sizing import choose_plan, rounded
@@ -163,7 +163,7 @@ class Compilation:
         speeds, reads = self.speeds, self._first_reads
         assert speeds is not None
         values = rounded(told.values)
-        seconds = [float(speeds.machine.seconds(piece.work.at(values))) for piece in told.pieces]
+        seconds = [CAUTION * float(speeds.machine.seconds(piece.work.at(values))) for piece in told.pieces]
         sending = [float(speeds.network.all_reduce(bucket.nbytes)) for bucket in plan.buckets]
         needed = [min(reads.get(grad.input, 0) for grad in bucket.grads) for bucket in plan.buckets]
         return plan_launches(list(accumulate(seconds))[: len(sending)], sending, needed)

@@ -125,7 +125,8 @@ class UnderWay:
     def _settle(self, late: list[Late]) -> None:
         for each in late:
             try:
-                self._finish(each)
+                while each in self._late:
+                    self._finish(self._first_arrived(each))
             except BaseException as error:
                 self._broken = f"{type(error).__name__}: {error}"
                 raise
@@ -134,6 +135,10 @@ class UnderWay:
             self._record.stop_looking()
             self._group = self._captured = self._record = None
             _busy.discard(self)
+
+    def _first_arrived(self, wanted: Late) -> Late:
+        """This one if it has arrived, else another one that has: its update takes time that is spent waiting."""
+        return next((each for each in (wanted, *self._late) if each.launched.work.is_completed()), wanted)
 
     @torch.no_grad()
     def _finish(self, late: Late) -> None:

@@ -11,38 +11,38 @@ Here the order is fixed before the first step, by a model of when pieces are don
 must launch the same buckets in the same order, whatever their clocks say. A wrong figure costs time, nothing else.
 """
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 
-DEPTH = 2
-"""Buckets that are under way at once, while there are others to choose from: so that the link never waits for the
-processor, and as many as a gloo group works on at a time."""
+CAUTION = 2.0
+"""How many times as long as predicted pieces are taken to run. A link that idles in the backward is never made up for;
+a bucket that leaves too early costs at most its own time."""
 
 
 def plan_launches(
-    ready: Sequence[float], sending: Sequence[float], needed: Sequence[int], *, depth: int = DEPTH
+    ready: Sequence[float], sending: Sequence[float], needed: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Decides which buckets are launched when another one has been packed.
+    """Decides which buckets are launched when another one has been packed: as few as keep the link busy until the next.
 
     Args:
         ready: seconds of the backward until each bucket is packed, ascending.
         sending: seconds that each travels.
         needed: where the next forward first needs each; equal ones go in the order in which they are packed.
-        depth: buckets under way at once.
 
     Returns:
         For each bucket those launched right after it was packed, in order. All are, once, and none before its turn.
     """
     waiting: list[int] = []
-    arrivals: list[float] = []
     launches = []
-    for bucket, now in enumerate(ready):
+    busy = 0.0  # until when the link has enough to do
+    for bucket, (now, then) in enumerate(pairwise((*ready, math.inf))):
         waiting.append(bucket)
-        last = bucket == len(ready) - 1
         started = []
-        while waiting and (last or sum(arrival > now for arrival in arrivals) < depth):
+        while waiting and busy <= then:
             first = min(waiting, key=lambda each: (needed[each], each))
             waiting.remove(first)
             started.append(first)
-            arrivals.append(max(now, arrivals[-1] if arrivals else now) + sending[first])
+            busy = max(busy, now) + sending[first]
         launches.append(tuple(started))
     return tuple(launches)
