@@ -19,8 +19,9 @@ same class after it, the second would be served the first's graph, uncut, and DD
 therefore executes `models.py` anew: equal weights and inputs, code objects of its own.
 
 Note [sweep]
-`bucket_mb="auto"` and `overlap="next_forward"` are planned for the network they find when they are built, so these modes
-are built again at every rate, on a new process group. "auto" is compared in turns with the fixed sizes `fxddp_0.5mib` … `fxddp_64mib`.
+`bucket_mb="auto"` and `overlap="next_forward"` are planned for the network they find when they are built, so these are
+built again at every rate, on a new process group. "auto" is compared in turns with the fixed sizes `fxddp_0.5mib` …
+`fxddp_64mib`.
 
 Note [turns]
 A round steps every mode once, then all-reduces the same bytes alone: A B C comm, A B C comm, … A machine that drifts

@@ -121,14 +121,10 @@ class Ending:
         Returns:
             Whether some are left to be waited for in the next forward.
         """
-        backward = self.backward
         if optimizer is None:
-            self._make_views()
-            for launched in backward.launched:
-                backward.wait(launched)
-            for launched in backward.launched:
-                self._write(launched)
+            self._write_gradients()
             return False
+        backward = self.backward
         outer = backward.backend.around(backward) if backward.nested else None
         if backward.nested and outer is None:
             raise RuntimeError(NESTED)
@@ -137,9 +133,7 @@ class Ending:
         late = self._late(optimizer, last) if outer is None else []
         left = {id(each.launched) for each in late}
         self._make_views()
-        for launched in backward.launched:
-            if id(launched) in left:
-                continue
+        for launched in [each for each in backward.launched if id(each) not in left]:
             backward.wait(launched)
             self._write(launched)
             ready = [p for p in launched.parameters if last[id(p)] is launched and id(p) not in backward.later]
@@ -160,6 +154,13 @@ class Ending:
             captured = optimizer.capture(p for each in late for p in each.launched.parameters)
             under_way.add(late, backward.group, captured, backward.record)
         return bool(late)
+
+    def _write_gradients(self) -> None:
+        self._make_views()
+        for launched in self.backward.launched:
+            self.backward.wait(launched)
+        for launched in self.backward.launched:
+            self._write(launched)
 
     def _make_views(self) -> None:
         for launched, bucket, flat in self.backward.lazy:

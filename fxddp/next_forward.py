@@ -7,12 +7,13 @@
 So the link works while the forward computes, and where it is the bottleneck a step takes as long as the link needs, not
 that and the forward: the schedule of P3 and ByteScheduler (see `passes/launching.py`), in a compiled program.
 
-Note [stale weights]: between a backward and the forward that reads them, parameters of buckets under way hold the values
-of the step before. Nothing that fxddp, torch's checkpoints or copies read is stale: every compiled graph settles what
-it reads, and `state_dict`, `load_state_dict`, a copy or pickle of a parameter, a graph without grad, and the next
-backward settle everything. A parameter that eager code computes with is not left under way: its gradient was noticed in
-the backward. One that eager code takes up later, while it may have been under way, is refused by name in the backward of
-that use. Code that reads weights by itself calls `Backend.synchronize` first; autograd tells nobody of that.
+Note [stale weights]: between a backward and the forward that reads them, parameters of buckets under way hold the
+values of the step before. Nothing that fxddp, torch's checkpoints or copies read is stale: every compiled graph settles
+what it reads, under `no_grad` too; `state_dict`, `load_state_dict`, a copy or pickle of a parameter settle what they
+touch; the next backward settles everything. A parameter that eager code computes with is not left under way: its
+gradient was noticed in the backward. One that eager code takes up later, while it may have been under way, is refused by
+name in the backward of that use. Code that reads weights by itself calls `Backend.synchronize` first; autograd tells
+nobody of that.
 
 An update uses the optimizer's settings of the end of its backward: a scheduler's step comes in between.
 """

@@ -10,6 +10,7 @@ that is still to be updated. All else keeps its order.
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -165,7 +166,7 @@ def _sources(node: fx.Node, light: set[fx.Node]) -> list[fx.Node]:
 
 def _position(node: fx.Node) -> int | None:
     """A placeholder's position among the Dynamo graph's inputs, if it is one of these."""
-    desc = node.meta.get("desc")
+    desc: Any = node.meta.get("desc")
     return int(desc.idx) if type(desc).__name__ == "PlainAOTInput" else None
 
 

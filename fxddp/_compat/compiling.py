@@ -16,11 +16,11 @@ def aot_compile(
     *,
     forward: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
     backward: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
-    inference: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    inference: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Traces forward and backward of a Dynamo graph and compiles each with its function (boxed calling).
 
-    One that trains nothing is compiled by `inference`.
+    A forward without a backward is compiled by `inference`, by default as others.
     """
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd

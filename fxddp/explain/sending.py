@@ -83,5 +83,7 @@ def unmodelled(settings: Settings, sending: Sending) -> Iterator[str]:
         yield "sending is predicted as one ring over all ranks, as if links inside a node were no faster than across"
     if sending.runs.hook is not None:
         yield f"sending is predicted as an all-reduce of every bucket, whatever {sending.runs.hook} makes of it"
+    if settings.overlap is not None:
+        yield "all buckets are predicted to leave as they fill and to be waited for in the backward, none in a forward"
     if sending.runs.optimizer is not None:
         yield f"the updates of {sending.runs.optimizer} are not in the predicted step"
