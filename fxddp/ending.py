@@ -1,6 +1,6 @@
 """The end of a backward: what no graph reduced is reduced, everything is waited for, and every `.grad` is written."""
 
-from collections import deque
+from collections import Counter, deque
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING
@@ -50,6 +50,8 @@ class Ending:
                 self._reduce_rest(backward.group)
         else:
             backend.watch.keep_pending(backward.local.values())
+        if backend.around(backward) is None:
+            backend.under_way.doubtful.clear()
         under_way = self._write_all(backend.registered.optimizer if synchronises else None)
         for parameter in backward.stood_in.values():  # autograd has accumulated nothing here, and called nobody
             _compat.run_other_accumulation_hooks(parameter)
@@ -130,7 +132,7 @@ class Ending:
             raise RuntimeError(NESTED)
         optimizer.begin(backward.task if outer is None else outer.task)
         last = {id(p): launched for launched in backward.launched for p in launched.parameters}
-        late = self._late(optimizer, last) if outer is None else []
+        late = self._late(optimizer) if outer is None else []
         left = {id(each.launched) for each in late}
         self._make_views()
         for launched in [each for each in backward.launched if id(each) not in left]:
@@ -147,13 +149,18 @@ class Ending:
             optimizer.update(backward.later.values())
         else:
             outer.update_later(backward.later.values())
-        under_way = backward.backend.under_way
-        under_way.doubtful.clear()
         if late:
-            assert backward.group is not None
-            captured = optimizer.capture(p for each in late for p in each.launched.parameters)
-            under_way.add(late, backward.group, captured, backward.record)
+            self._leave(late, optimizer)
         return bool(late)
+
+    def _leave(self, late: list[Late], optimizer: "OptimizerInBackward") -> None:
+        """Leaves buckets to the next forward: this backward can fail no more."""
+        backward = self.backward
+        assert backward.group is not None
+        parameters = [p for each in late for p in each.launched.parameters]
+        for parameter in parameters:
+            self.holdings.taken.pop(id(parameter), None)  # it is in the bucket
+        backward.backend.under_way.add(late, backward.group, optimizer.capture(parameters), backward.record)
 
     def _write_gradients(self) -> None:
         self._make_views()
@@ -167,26 +174,23 @@ class Ending:
             launched.views = bucket_views(bucket, flat)
         self.backward.lazy.clear()
 
-    def _late(self, optimizer: "OptimizerInBackward", last: dict[int, "Launched"]) -> list[Late]:
+    def _late(self, optimizer: "OptimizerInBackward") -> list[Late]:
         """The buckets that the next forward may wait for: all of their gradients went one way, and no other."""
-        backward, taken = self.backward, self.holdings.taken
-        backend, group = backward.backend, backward.group
+        backward, backend, group = self.backward, self.backward.backend, self.backward.group
         if backend.settings.overlap is None or backend.joining or group is None or group.size == 1:
             return []
+        launches = Counter(id(p) for launched in backward.launched for p in launched.parameters)
         elsewhere = backward.by_autograd.keys() | backward.local.keys() | backward.later.keys()
         late = [
             Late(launched, bucket, flat)
             for launched, bucket, flat in backward.lazy
             if launched.work is not None
             and elsewhere.isdisjoint(map(id, launched.parameters))
-            and all(p.grad is None and last[id(p)] is launched for p in launched.parameters)
+            and all(p.grad is None and launches[id(p)] == 1 for p in launched.parameters)
             and optimizer.knows(launched.parameters)
         ]
         left = {id(each.launched) for each in late}
         backward.lazy = [entry for entry in backward.lazy if id(entry[0]) not in left]
-        for each in late:
-            for parameter in each.launched.parameters:
-                taken.pop(id(parameter), None)  # it is in the bucket, and the backward did not fail
         return late
 
     def _write(self, launched: "Launched") -> None:

@@ -11,8 +11,8 @@ Note [stale weights]: between a backward and the forward that reads them, parame
 values of the step before. Nothing that fxddp, torch's checkpoints or copies read is stale: every compiled graph settles
 what it reads, under `no_grad` too; `state_dict`, `load_state_dict`, a copy or pickle of a parameter settle what they
 touch; the next backward settles everything. A parameter that eager code computes with is not left under way: its
-gradient was noticed in the backward. One that eager code takes up later, while it may have been under way, is refused by
-name in the backward of that use. Code that reads weights by itself calls `Backend.synchronize` first; autograd tells
+gradient was noticed in the backward. One that eager code takes up later, while it may have been under way, is refused
+by name in the backward of that use. Code that reads weights by itself calls `Backend.synchronize` first; autograd tells
 nobody of that.
 
 An update uses the optimizer's settings of the end of its backward: a scheduler's step comes in between.

@@ -144,14 +144,7 @@ class Reduction(NodeRun):
         exceptions = self.exceptions
         wheres = [(bucket.index, i) for i in range(len(members))]
         if exceptions.local or exceptions.zeros or decision.defer:
-            for where, parameter, view in zip(wheres, members, bucket_views(bucket, flat), strict=True):
-                if where in exceptions.local:
-                    self.handed[where] = view / self.backward.scale
-                elif where in exceptions.zeros:
-                    view.zero_()
-                    self.backward.stands_in(parameter)
-                elif decision.defer and where not in exceptions.skipped:
-                    self.backward.holdings.keep(parameter, view)
+            self._take_out(wheres, members, bucket_views(bucket, flat), defer=decision.defer)
         if decision.defer:
             return
         if self._fold(bucket, flat, members) or exceptions.zeros:
@@ -167,6 +160,20 @@ class Reduction(NodeRun):
         self._held[bucket.index] = start
         for index in self.artifact.program.launches[bucket.index] if decision.order else (bucket.index,):
             self._held.pop(index)(is_last=is_last and not self._held)
+
+    def _take_out(
+        self, wheres: Sequence[Where], members: Sequence[Tensor], views: Sequence[Tensor], *, defer: bool
+    ) -> None:
+        """Takes what does not travel with its bucket out of it."""
+        exceptions = self.exceptions
+        for where, parameter, view in zip(wheres, members, views, strict=True):
+            if where in exceptions.local:
+                self.handed[where] = view / self.backward.scale
+            elif where in exceptions.zeros:
+                view.zero_()
+                self.backward.stands_in(parameter)
+            elif defer and where not in exceptions.skipped:
+                self.backward.holdings.keep(parameter, view)
 
     def _fold(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor]) -> bool:
         """Adds what the parameters accumulated so far to the packed bucket, and takes it from them; whether any had."""

@@ -89,13 +89,13 @@ def test_pieces_compute_the_same(kinds: list[int], size: int, data: st.DataObjec
 
 def test_views_and_casts_wait_for_whoever_computes_with_them():
     def function(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        later = second.half().t()
+        later = second.t().half()
         return (x @ first).half() @ later
 
     gm = forward_of(function, torch.randn(3, 4), *(torch.randn(4, 4, requires_grad=True) for _ in range(2)))
-    found = cut_forward(gm, parameters={1, 2}, size=64)
+    found = cut_forward(gm, parameters={0, 2}, size=64)  # as Dynamo has them: second, x, first
     assert found is not None
     program, pieces = found
-    assert [tuple(p for p in step.reads if p) for step in program.steps] == [(1,), (2,)]
+    assert [tuple(p for p in step.reads if p != 1) for step in program.steps] == [(2,), (0,)]
     targets = [str(node.target) for node in pieces[0].graph.nodes if node.op == "call_function"]
     assert sum("convert" in target or "to_copy" in target for target in targets) == 1, targets
