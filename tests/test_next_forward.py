@@ -141,6 +141,36 @@ def test_all_at_once(pool: Pool):
     pool.run(mixed)
 
 
+class Attention(nn.Module):
+    """Embedding, one block of a transformer and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, 12)
+        self.block = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(12, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.block(self.tokens(tokens)))
+
+
+def transformer(rank: int, world: int) -> None:
+    """With batches of several lengths: dynamic shapes after the first."""
+    late, usual = pairs(Attention, "aot_eager")
+    for step in range(4):
+        tokens = torch.randint(0, 16, (3, 4 + step), generator=torch.Generator().manual_seed(10 * step + rank))
+        for _, _, model, _ in (late, usual):
+            model(tokens).square().mean().backward()
+    late[3].synchronize()
+    expect_equal(weights(late[0]), weights(usual[0]), "after the last step")
+    moved = [kind for kind, _ in waits_in_forward(late[3].stats().backwards[-2])]
+    expect("wait" in moved and "forward" in moved, f"waits moved, also with dynamic shapes: {moved}")
+
+
+def test_a_transformer_with_dynamic_shapes(pool: Pool):
+    pool.run(transformer)
+
+
 def reads(rank: int, world: int, how: str) -> None:
     late, usual = pairs(Deep, "aot_eager")
     for step in range(3):
