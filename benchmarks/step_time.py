@@ -19,8 +19,9 @@ same class after it, the second would be served the first's graph, uncut, and DD
 therefore executes `models.py` anew: equal weights and inputs, code objects of its own.
 
 Note [sweep]
-`bucket_mb="auto"` is planned for the network it finds when it is built, so that mode is built again at every rate, on a
-new process group, and is compared in turns with the fixed sizes `fxddp_0.5mib` … `fxddp_64mib`.
+`bucket_mb="auto"` and `overlap="next_forward"` are planned for the network they find when they are built, so these are
+built again at every rate, on a new process group. "auto" is compared in turns with the fixed sizes `fxddp_0.5mib` …
+`fxddp_64mib`.
 
 Note [turns]
 A round steps every mode once, then all-reduces the same bytes alone: A B C comm, A B C comm, … A machine that drifts
@@ -77,10 +78,15 @@ for _hook in TORCH_HOOKS:
     HOOKED |= {f"ddp_{_hook}": _hook, f"fxddp_hook_{_hook}": _hook}
 MODES |= {"fxddp_ring": "fxddp, reduce-scatter and all-gather", "fxddp_lanes": "fxddp, two groups in turns"}
 MODES |= {"fxddp_hierarchical": "fxddp, inside and across nodes", "fxddp_optimizer": "fxddp, optimizer in backward"}
+NEXT_FORWARD = "fxddp_next_forward"
+MODES |= {NEXT_FORWARD: "fxddp, waits in the next forward"}
+IN_BACKWARD = ("fxddp_optimizer", NEXT_FORWARD)
 SIZED = {f"fxddp_{mib:g}mib": mib for mib in (0.5, 1, 2, 4, 8, 16, 25, 32, 64)}
 MODES |= {mode: f"fxddp, {mib:g} MiB" for mode, mib in SIZED.items()}
 AUTO = "fxddp_auto"
 MODES |= {AUTO: 'fxddp, "auto"'}
+MEASURING = (AUTO, NEXT_FORWARD)
+"""Modes that are planned for the network they find; see Note [sweep]."""
 EAGER = frozenset(mode for mode in MODES if mode == "ddp" or (mode.startswith("ddp_") and mode in HOOKED))
 COMPILED = frozenset(MODES) - EAGER
 BASELINE, RIVAL = "local", "ddp_compile"
@@ -180,9 +186,11 @@ def build(mode: str, model: str, *, rank: int, bucket_mb: float, comm_hook: str 
             options["process_group"] = [dist.new_group() for _ in range(2)]
         if mode == "fxddp_hierarchical":
             options["device_mesh"] = init_device_mesh("cpu", (NODES, dist.get_world_size() // NODES))
-        if mode == "fxddp_optimizer":
+        if mode in IN_BACKWARD:
             options["optimizer"] = optimizer
-        if mode == AUTO:
+        if mode == NEXT_FORWARD:
+            options["overlap"] = "next_forward"
+        if mode in MEASURING:
             options["process_group"] = dist.new_group()
         backend = fxddp.backend("auto" if mode == AUTO else SIZED.get(mode, bucket_mb), **options)
         if hooks:
@@ -267,7 +275,7 @@ class Rank:
         run = build(mode, self.model, rank=self.rank, bucket_mb=self.bucket_mb, comm_hook=hook)
         differences = []
         for step in range(WARM_UP_STEPS):
-            if mode == "fxddp_optimizer":
+            if mode in IN_BACKWARD:
                 found = self._updated_gradients(run)
             else:
                 self._warm_up_step(run)
@@ -292,15 +300,15 @@ class Rank:
                 raise BenchmarkError(f"mode {mode}: expected a backward whose graphs reduce every gradient, got {last}")
             built |= {"launches": last.launches, "pieces": last.pieces}
             built["buckets"] = [bucket.nbytes for plan in run.backend.plans for bucket in plan.buckets]
-        if mode == AUTO:
+        if mode in MEASURING:
             built["speeds"] = asdict(run.backend.lookup().speeds)
         return built
 
-    def measure(self, *, rounds: int, settle_s: float) -> Any:
+    def measure(self, *, rounds: int, settle_s: float, streak: int) -> Any:
         """Samples of every mode, in turns; see Note [turns]."""
         for run in self.runs.values():
             for _ in range(2):  # connections, buffers and congestion windows get used to the new rate
-                self._step(run, 0.0)
+                self._streak(run, 0.0, 1)
         bucket = max(1, int(self.bucket_mb * MIB) // 4)
         flat = torch.zeros(sum(self.sizes) // 4)
         first = min(bucket, MIB // 4, flat.numel())  # DDP's first bucket is 1 MiB
@@ -313,7 +321,7 @@ class Rank:
         try:
             for _ in range(rounds):
                 for mode, run in self.runs.items():
-                    samples[mode].append(self._step(run, settle_s))
+                    samples[mode].append(self._streak(run, settle_s, streak))
                 communication.append(self._communicate(buckets, settle_s))
         finally:
             gc.enable()
@@ -331,6 +339,7 @@ class Rank:
         group["lr"] = CHECKED_RATE
         self._warm_up_step(run)
         group["lr"] = LEARNING_RATE
+        run.backend.synchronize()
         found = {}
         with torch.no_grad():
             for name, parameter in run.module.named_parameters():
@@ -339,9 +348,18 @@ class Rank:
                 parameter.copy_(before[name])
         return found
 
-    def _step(self, run: Run, settle_s: float) -> Sample:
+    def _streak(self, run: Run, settle_s: float, steps: int) -> Sample:
+        """The mean of several steps in a row; see Note [streaks]."""
         time.sleep(settle_s)
         dist.barrier()
+        if steps > 1:
+            self._step(run)
+        samples = [self._step(run) for _ in range(steps)]
+        if run.backend is not None:
+            run.backend.synchronize()
+        return Sample(*(statistics.fmean(getattr(s, name) for s in samples) for name in Sample.__slots__))
+
+    def _step(self, run: Run) -> Sample:
         cpu, begin = time.process_time(), time.perf_counter()
         run.optimizer.zero_grad(set_to_none=True)
         loss = run.call(*run.inputs)
@@ -512,6 +530,7 @@ def summarise(measured: Sequence[Any], *, nbytes: int) -> dict[str, Any]:
         rest = max(0.0, step - forward - backward)
         cpu = min(s["cpu"] / s["step"] for m in measured for s in m["modes"][BASELINE])
         result |= {"forward_ms": forward, "backward_ms": backward, "limit_ms": forward + max(backward, comm) + rest}
+        result["limits_ms"] = [forward + max(backward + rest, comm), max(forward + backward + rest, comm)]
         result |= {"lowest_core_share": cpu}
     modes: dict[str, dict[str, Any]] = {}
     for mode, times in steps.items():
@@ -564,7 +583,13 @@ def render(result: dict[str, Any], *, markdown: bool) -> str:
     facts = f"communication alone {result['comm_ms']:.1f} ms ({result['comm_gbit']:.2f} Gbit/s)"
     if "limit_ms" in result:
         facts += f"; forward {result['forward_ms']:.1f} ms, backward {result['backward_ms']:.1f} ms"
-        facts += f"; limit {result['limit_ms']:.1f} ms; lowest core share {result['lowest_core_share']:.2f}"
+        facts += f"; limit {result['limit_ms']:.1f} ms"
+        if NEXT_FORWARD in result["modes"]:
+            first, second = result["limits_ms"]
+            reached = (first - result["modes"][NEXT_FORWARD]["median_ms"]) / max(first - second, 1e-9)
+            facts += f"; forward + max(rest, communication) {first:.1f} ms, max(all computation, communication) "
+            facts += f"{second:.1f} ms, of that way {100 * reached:.0f} %"
+        facts += f"; lowest core share {result['lowest_core_share']:.2f}"
     facts += _auto(result)
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     aligned = [
@@ -622,13 +647,14 @@ def measure_model(model: str, network: Network, scratch: Path, options: argparse
                 built[mode] = answers[0] | {"difference": max(a["difference"] for a in answers)}
                 _note(f"{model}: {mode} built and checked in {built[mode]['warm_up_s']:.1f} s")
 
-        build_all([mode for mode in options.modes if mode != AUTO])
+        build_all([mode for mode in options.modes if mode not in MEASURING])
         for rate in options.rates:
             network.set_rate(rate)
-            build_all([mode for mode in options.modes if mode == AUTO])
+            build_all([mode for mode in options.modes if mode in MEASURING])
             load = os.getloadavg()
             _note(f"{model}: measuring at rate {rate}")
-            measured = ranks.ask("measure", rounds=options.rounds, settle_s=settle_seconds(rate))
+            settle_s = settle_seconds(rate)
+            measured = ranks.ask("measure", rounds=options.rounds, settle_s=settle_s, streak=options.streak)
             result = {"model": model, "rate": rate, **facts, "load_before": load, "load_after": os.getloadavg()}
             result |= summarise(measured, nbytes=facts["bytes"])
             for mode, row in result["modes"].items():
@@ -732,6 +758,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--rates", type=_rates, default=[UNSHAPED, "2gbit", "1gbit"], help="none, 2gbit, 500mbit, …")
     parser.add_argument("--bucket-mb", type=float, default=5.0, help="bucket size of every mode, in MiB (default 5)")
     parser.add_argument("--rounds", type=int, default=15, help="steps of every mode per rate (default 15)")
+    parser.add_argument("--streak", type=int, default=1, help="steps in a row that are timed together (default 1)")
     parser.add_argument("--ranks", type=int, default=2, help="processes, half of them on each of two nodes (default 2)")
     parser.add_argument("--comm-hook", choices=list(COMM_HOOKS), help="compress; DDP does with fp16 and powersgd")
     parser.add_argument("--optimizer", action="store_true", help="include an SGD step in the timed step")
@@ -741,13 +768,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     parser.add_argument("--rank-pipes", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    for name in ("rounds", "bucket_mb", "timeout"):
+    for name in ("rounds", "bucket_mb", "timeout", "streak"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be > 0, got {getattr(options, name)}")
+    if NEXT_FORWARD in options.modes and options.streak < 2:
+        parser.error(f"{NEXT_FORWARD} leaves communication to the next step: give --streak, to time several in a row")
     if options.ranks < NODES or options.ranks % NODES:
         parser.error(f"--ranks must be a multiple of {NODES}, the number of nodes, got {options.ranks}")
-    if "fxddp_optimizer" in options.modes and not options.optimizer:
-        parser.error("fxddp_optimizer makes a step in its backward: give --optimizer, so that the others make one too")
+    if not options.optimizer and (early := [mode for mode in IN_BACKWARD if mode in options.modes]):
+        parser.error(f"{early[0]} makes a step in its backward: give --optimizer, so that the others make one too")
     return options
 
 

@@ -25,6 +25,7 @@ from .config import AUTO, FIRST_MB, USUAL_MB, Settings, in_mib, make_settings, s
 from .decision import Decision
 from .group import Group, GroupLookup
 from .modules import Modules, owners
+from .next_forward import UnderWay
 from .passes.cost import Speeds
 from .passes.plan import BucketPlan
 from .plan_log import PlanLog
@@ -48,6 +49,7 @@ class Backend:
 
     Attributes:
         registered: what carries buckets in place of the all-reduce, and what updates parameters in backward.
+        under_way: what the last backward left to be waited for in the next forward.
         outbox: what this iteration has sent; or took part in, without inputs.
         joining: ranks may run out of inputs, under `join`.
         divide_by_initial_world_size: gradients are then divided by the number of all ranks, not of those with inputs.
@@ -68,6 +70,7 @@ class Backend:
         self.registered = Registered(settings)
         self.outbox = Outbox(self)
         self.reduced = ReducedBuckets()
+        self.under_way = UnderWay(self)
         self.joining = False
         self.divide_by_initial_world_size = True
         self._running: dict[int, Backward] = {}
@@ -105,7 +108,7 @@ class Backend:
         except RuntimeError:  # refused when the graph runs; compiling alone is allowed
             group = None
         name, size = (group.name, group.size) if group is not None else ("", 1)
-        speeds = self.speeds(group, found.trained.values()) if settings.auto else None
+        speeds = self.speeds(group, found.trained.values()) if settings.measures else None
         compilation = Compilation(settings, found.trained, name, size, speeds)
         graph = _compat.copy_graph(gm) if settings.keep_graphs else None
         compiled = compilation.compile(gm, inputs)
@@ -115,7 +118,7 @@ class Backend:
         return site
 
     def speeds(self, group: Group | None, trained: Iterable[Tensor]) -> Speeds:
-        """What `bucket_mb="auto"` plans with; a collective if a graph that trains is the first of its group.
+        """What plans are made for where the network counts; a collective for the first graph of a group that trains.
 
         Args:
             group: None if there is none.
@@ -285,6 +288,20 @@ class Backend:
         """
         self.registered.update_by(optimizer)
 
+    def synchronize(self) -> None:
+        """Waits for what the last backward left under way, with overlap="next_forward", and updates those parameters.
+
+        Afterwards weights and the optimizer's state are those of `optimizer.step()` after that backward. Not a
+        collective: any rank may call it at any time between a backward and the next forward. `state_dict`,
+        `load_state_dict`, copies and pickles of modules, parameters and optimizers, and compiled graphs do so by
+        themselves for what they read.
+
+        Raises:
+            RanksDisagree: another rank gave up, or did not come in time.
+        """
+        self.under_way.settle_all()
+        self.under_way.doubtful.clear()
+
     # --- looking ----------------------------------------------------------------------------------
 
     @property
@@ -317,6 +334,7 @@ def backend(
     keep_graphs: bool = False,
     comm_hook: str | Codec | Callable[..., Any] | None = None,
     optimizer: Optimizer | None = None,
+    overlap: str | None = None,
 ) -> Backend:
     """Makes a backend for `torch.compile` that trains data-parallel: each `.grad` is the average over the ranks.
 
@@ -356,6 +374,11 @@ def backend(
             `Backend.register_comm_hook`.
         optimizer: updates its parameters in backward, each when its bucket has arrived, while others still travel, and
             takes their gradients; see `Backend.register_optimizer`.
+        overlap: "next_forward" moves the waits for buckets, and the updates, from the end of the backward into the next
+            forward, each to right before its parameters are read: where the network is the bottleneck, a step takes as
+            long as the network needs, and not that and the forward. Needs `optimizer`. Until that forward has read
+            them, weights are those of the step before for code of the user's that reads them: see
+            `Backend.synchronize`. Measures the network as "auto" does, to decide in which order buckets leave.
 
     Raises:
         ValueError: an argument is not allowed; names argument, value and what is allowed.
@@ -378,5 +401,6 @@ def backend(
             keep_graphs=keep_graphs,
             comm_hook=comm_hook,
             optimizer=optimizer,
+            overlap=overlap,
         )
     )

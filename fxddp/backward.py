@@ -98,6 +98,7 @@ class Backward:
     """
 
     def __init__(self, backend: "Backend", task: int) -> None:
+        backend.under_way.settle_all()  # nothing in this backward may see a weight change
         self.backend = backend
         self.task = task
         self.record = BackwardRecord()
@@ -332,8 +333,10 @@ class Backward:
             if torch.allclose(grad, reduced, rtol=0, atol=0, equal_nan=True):
                 return  # ours alone
         elif not now:
+            self.backend.under_way.refuse_doubtful(parameter)
             self.local[identity] = parameter
             return
+        self.backend.under_way.refuse_doubtful(parameter)
         group = self.group or self.backend.lookup()
         if group is None:  # alone: an optimizer in backward updates it
             self.local[identity] = parameter

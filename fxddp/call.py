@@ -75,7 +75,8 @@ class Binding:
                 tuple(sorted(buckets[index][i] for index, i in wheres))
                 for wheres in (exceptions.dropped, exceptions.local, exceptions.reduced)
             )
-            self._events[key] = (plan, Event(GRAPH, buckets, unused, hooked, waiting, details, owner))
+            event = Event(GRAPH, buckets, unused, hooked, waiting, details, owner, order=program.order)
+            self._events[key] = (plan, event)
         return self._events[key][1]
 
 

@@ -5,19 +5,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx
 
 from . import _compat
-from .artifact import SplitBackward, loading
+from .artifact import InPieces, SplitBackward, SplitForward, loading
 from .config import Settings
 from .passes import pipeline
 from .passes.alike import structure
 from .passes.cost import Speeds, Work, graph_work
-from .passes.plan import Bucket, GradSpec
-from .passes.sizing import choose_plan
+from .passes.forward import cut_forward, first_reads
+from .passes.launching import CAUTION, plan_launches
+from .passes.outline import Outline
+from .passes.plan import Bucket, BucketPlan, GradSpec
+from .passes.sizing import choose_plan, rounded
 
 PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
 
@@ -27,8 +31,9 @@ class Compilation:
 
     Attributes:
         backward: the compiled backward, once there is one.
+        forward: the compiled forward, if it runs in pieces that wait for the parameters they read.
         forward_graph: the forward graph, if graphs are kept.
-        speeds: what the plan is made for; None if the sizes of buckets are given.
+        speeds: what the plan is made for; None if nothing depends on it.
     """
 
     def __init__(
@@ -45,7 +50,9 @@ class Compilation:
         self._group = (group_name, group_size)
         self._forward_outputs: tuple[Any, ...] = ()
         self._forward_work = Work()
+        self._first_reads: dict[int, int] = {}
         self.backward: SplitBackward | None = None
+        self.forward: SplitForward | None = None
         self.forward_graph: fx.GraphModule | None = None
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -68,27 +75,53 @@ class Compilation:
                 )
             inner = partial(_boxed, settings.inner) if callable(settings.inner) else _interpret
             return _compat.aot_compile(
-                gm, inputs, forward=partial(self._forward, inner), backward=partial(self._backward, inner)
+                gm,
+                inputs,
+                forward=partial(self._forward, inner),
+                backward=partial(self._backward, inner),
+                inference=partial(self._inference, inner),
             )
 
-    def _receive(self, backward: SplitBackward) -> None:
-        self.backward = backward
+    def _receive(self, artifact: InPieces) -> None:
+        if isinstance(artifact, SplitBackward):
+            self.backward = artifact
+        elif isinstance(artifact, SplitForward):
+            self.forward = artifact
 
     def _inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
         if arguments.get("is_backward"):
             return self._backward(partial(_compat.inductor_piece, arguments=arguments), gm, inputs)
-        self._look_at_forward(gm)
-        if not self._settings.compile_pieces:
-            return _interpret(gm, inputs)
-        return _compat.inductor_inner_compile(gm, inputs, **arguments)
+        whole = partial(_compat.inductor_inner_compile, **arguments) if self._settings.compile_pieces else _interpret
+        if arguments.get("is_inference"):
+            return self._inference(whole, gm, inputs)
+        cut = self._cut_forward(partial(_compat.inductor_piece, arguments=arguments), gm)
+        return self._inference(whole, gm, inputs) if cut is None else cut
 
     def _forward(self, inner: PieceCompiler, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        cut = self._cut_forward(inner, gm)
+        return self._inference(inner, gm, inputs) if cut is None else cut
+
+    def _inference(self, inner: PieceCompiler, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         self._look_at_forward(gm)
         return inner(gm, inputs)
+
+    def _cut_forward(self, inner: PieceCompiler, gm: fx.GraphModule) -> SplitForward | None:
+        """The forward in pieces, if waits are to move into it."""
+        settings = self._settings
+        if settings.overlap is None or not settings.compile_pieces or not self._parameters:
+            return None
+        found = cut_forward(_compat.copy_graph(gm), parameters=self._parameters.keys(), size=settings.cap // 2)
+        if found is None:
+            return None
+        self._look_at_forward(gm)
+        program, pieces = found
+        return SplitForward(program, _compile_all(inner, pieces)).announce()
 
     def _look_at_forward(self, gm: fx.GraphModule) -> None:
         self._forward_outputs = _compat.output_descriptors(gm)
         self._forward_work = graph_work(gm)
+        if self._settings.overlap is not None:
+            self._first_reads = first_reads(gm)
         if self._settings.keep_graphs:
             self.forward_graph = _compat.copy_graph(gm)
 
@@ -102,8 +135,9 @@ class Compilation:
             cap=settings.cap,
             first_cap=settings.first_cap,
             caps=settings.caps,
-            choose=None if self.speeds is None else partial(choose_plan, speeds=self.speeds, sent=self._sent),
+            choose=partial(choose_plan, speeds=self.speeds, sent=self._sent) if settings.auto and self.speeds else None,
             wire=settings.wire,
+            launch=None if settings.overlap is None else self._launches,
             group_name=name,
             inputs=inputs,
             keep=settings.keep_graphs,
@@ -126,6 +160,16 @@ class Compilation:
             backward.rewritten = rewritten
         return backward.announce()
 
+    def _launches(self, plan: BucketPlan, told: Outline) -> tuple[tuple[int, ...], ...]:
+        """Which buckets are launched when one has been packed, so that the next forward waits little."""
+        speeds, reads = self.speeds, self._first_reads
+        assert speeds is not None
+        values = rounded(told.values)
+        seconds = [CAUTION * float(speeds.machine.seconds(piece.work.at(values))) for piece in told.pieces]
+        sending = [float(speeds.network.all_reduce(bucket.nbytes)) for bucket in plan.buckets]
+        needed = [min(reads.get(grad.input, 0) for grad in bucket.grads) for bucket in plan.buckets]
+        return plan_launches(list(accumulate(seconds))[: len(sending)], sending, needed)
+
     def _sent(self, grad: GradSpec) -> int:
         """Bytes that travel for a gradient."""
         assert self.speeds is not None
@@ -141,6 +185,7 @@ class Compilation:
             settings.caps,
             settings.wire,
             settings.split,
+            settings.overlap,
             tuple(sorted(self._parameters)),
             self.speeds,
             None if self.speeds is None else str(settings.codec),

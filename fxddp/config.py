@@ -22,6 +22,7 @@ from .transport import ALGORITHMS
 
 MIB = 1 << 20
 AUTO = "auto"
+NEXT_FORWARD = "next_forward"
 USUAL_MB, FIRST_MB = 25.0, 1.0
 INNER_COMPILERS = ("inductor", "aot_eager")
 COMM_HOOKS = tuple(Cast.DTYPES)
@@ -55,12 +56,18 @@ class Settings:
     mesh: DeviceMesh | None = None
     caps: tuple[int, ...] = ()
     auto: bool = False
+    overlap: str | None = None
     compile_pieces: bool = True
 
     @property
     def inductor(self) -> bool:
         """Whether inductor compiles."""
         return self.inner == "inductor"
+
+    @property
+    def measures(self) -> bool:
+        """Whether plans are made for a network that the ranks measure."""
+        return self.auto or self.overlap is not None
 
     @property
     def wire(self) -> torch.dtype | None:
@@ -92,6 +99,7 @@ def make_settings(
     keep_graphs: bool = False,
     comm_hook: str | Codec | Callable[..., Any] | None = None,
     optimizer: Optimizer | None = None,
+    overlap: str | None = None,
     bucket_mb_list: Sequence[float] = (),
 ) -> Settings:
     """Checks the arguments of `fxddp.backend`; each error names argument, value and what is allowed.
@@ -132,10 +140,12 @@ def make_settings(
         raise ValueError(
             f"comm_hook starts its own collectives: leave it out, or algorithm={algorithm!r} and process_group lists"
         )
+    _check_overlap(overlap, optimizer, split=split, algorithm=algorithm, comm_hook=comm_hook)
     return Settings(
         comm_hook=None if codec is not None else comm_hook,  # type: ignore[arg-type]  # then it is callable
         codec=codec,
         optimizer=optimizer,
+        overlap=overlap,
         cap=size_in_bytes("bucket_mb", USUAL_MB if auto else bucket_mb),
         auto=auto,
         first_cap=size_in_bytes("first_bucket_mb", first_bucket_mb),
@@ -193,6 +203,25 @@ def _algorithm(name: str | None, mesh: DeviceMesh | None, lanes: Sequence[object
     if lanes and name != "all_reduce":
         raise ValueError(f"algorithm={name!r} makes its own groups: give one process_group, got {len(lanes)}")
     return name
+
+
+def _check_overlap(overlap: object, optimizer: object, *, split: bool, algorithm: str, comm_hook: object) -> None:
+    if overlap is None:
+        return
+    if overlap != NEXT_FORWARD:
+        raise ValueError(f"overlap must be {NEXT_FORWARD!r} or None, got {overlap!r}")
+    if optimizer is None:
+        raise ValueError(
+            f"overlap={NEXT_FORWARD!r} updates parameters where the next forward waits for their buckets, and needs "
+            "the optimizer that does it: give optimizer=…"
+        )
+    for holds, given, why in (
+        (not split, "split=False", "buckets are waited for inside one graph"),
+        (algorithm != "all_reduce", f"algorithm={algorithm!r}", "later steps of a bucket would wait for the forward"),
+        (comm_hook is not None, f"comm_hook={comm_hook!r}", "what it keeps between steps is settled in the backward"),
+    ):
+        if holds:
+            raise ValueError(f"overlap={NEXT_FORWARD!r} does not go with {given}: {why}. Leave one of both out")
 
 
 def _codec(comm_hook: Any) -> Codec | None:

@@ -96,6 +96,8 @@ class DistributedDataParallel(Members):
         split: cut the backward at the buckets.
         keep_graphs: keep all graphs for looking at them.
         comm_hook: as `fxddp.backend`'s.
+        optimizer: as `fxddp.backend`'s, like the next one, which needs `compile=True`.
+        overlap: as `fxddp.backend`'s.
         dynamic: as in `torch.compile`.
         fullgraph: as in `torch.compile`.
 
@@ -137,6 +139,7 @@ class DistributedDataParallel(Members):
         keep_graphs: bool = False,
         comm_hook: str | Codec | Callable[..., Any] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        overlap: str | None = None,
         algorithm: str | None = None,
         dynamic: bool | None = None,
         fullgraph: bool = False,
@@ -203,8 +206,11 @@ class DistributedDataParallel(Members):
             keep_graphs=keep_graphs,
             comm_hook=comm_hook,
             optimizer=optimizer,
+            overlap=overlap,
             bucket_mb_list=caps[1:],
         )
+        if overlap is not None and not compile:
+            raise ValueError(f"overlap={overlap!r} moves waits into a compiled forward: leave compile=False out")
         self._compile: dict[str, Any] | None = {"dynamic": dynamic, "fullgraph": fullgraph} if compile else None
         self.module = module
         self._connect()
@@ -244,6 +250,8 @@ class DistributedDataParallel(Members):
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"), self._clock:
             checked.no_stock_around()
             trains = torch.is_grad_enabled()
+            if not trains:  # eager parts would not ask
+                self.backend.under_way.settle_all()
             if self._structure.has_changed():
                 self._structure = Structure(self.module)
                 self.backend.keep_up()

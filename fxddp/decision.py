@@ -39,7 +39,7 @@ FORWARD = "a forward under join"
 CONTACT = "first contact"
 HOOKS = "the first use of a communication hook or an optimizer in backward"
 JOINED = "no more inputs"
-MEASURE = 'the measurement of the network for bucket_mb="auto"'
+MEASURE = 'the measurement of the network for bucket_mb="auto" or overlap="next_forward"'
 KINDS = (GRAPH, HOOK, END, BUFFERS, FORWARD, CONTACT, HOOKS, JOINED, INNER, MEASURE)
 ENDS = (INNER, END)
 
@@ -57,6 +57,7 @@ class Event:
         details: anything else that must be equal, of JSON's types.
         owner: the number of the backend.
         cast: rank 0's bytes go out with its record.
+        order: the buckets as they are launched, if that is another order than theirs.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Event:
     details: Any = None
     owner: int = 0
     cast: bool = False
+    order: tuple[int, ...] = ()
 
     @cached_property
     def members(self) -> tuple[int, ...]:
@@ -78,7 +80,7 @@ class Event:
         """Six integers that are equal where events are."""
         layout = chain.from_iterable((*bucket, -1) for bucket in self.buckets)
         sets = (self.members, layout, self.unused, self.hooked)
-        details = repr((self.details, self.owner, self.waiting, self.cast)).encode()
+        details = repr((self.details, self.owner, self.waiting, self.cast, self.order)).encode()
         return (KINDS.index(self.kind), *(_digest(array("q", numbers).tobytes()) for numbers in sets), _digest(details))
 
     @cached_property
@@ -94,11 +96,12 @@ class Event:
     @cached_property
     def alone(self) -> "Decision":
         """What is done where all ranks are at this event."""
-        return Decision(self.buckets, frozenset(self.unused), compare=self.kind in ENDS and bool(self.details))
+        compare = self.kind in ENDS and bool(self.details)
+        return Decision(self.buckets, frozenset(self.unused), compare=compare, order=self.order)
 
     def to_json(self) -> dict[str, Any]:
         """The event in JSON's types."""
-        fields = ("kind", "buckets", "unused", "hooked", "waiting", "details", "owner", "cast")
+        fields = ("kind", "buckets", "unused", "hooked", "waiting", "details", "owner", "cast", "order")
         return {name: getattr(self, name) for name in fields}
 
     @staticmethod
@@ -106,7 +109,8 @@ class Event:
         """The reverse of `to_json`."""
         buckets = tuple(map(tuple, data["buckets"]))
         unused, hooked, waiting = (tuple(data[name]) for name in ("unused", "hooked", "waiting"))
-        return Event(data["kind"], buckets, unused, hooked, waiting, data["details"], data["owner"], data["cast"])
+        details, owner, cast, order = data["details"], data["owner"], data["cast"], tuple(data["order"])
+        return Event(data["kind"], buckets, unused, hooked, waiting, details, owner, cast, order)
 
 
 @cache
@@ -125,6 +129,7 @@ class Decision:
 
     Attributes:
         buckets: what travels; zeros stand in where a rank has no gradient.
+        order: of the buckets, how they are launched, if all ranks are at one event; () for their own order.
         unused: parameters in them that no rank has a gradient of: their `.grad` stays.
         defer: nothing travels before the end of the backward.
         again: ranks that stood in for the others and are still at their own step.
@@ -142,6 +147,7 @@ class Decision:
     root: int | None = None
     compare: bool = False
     step: Event | None = None
+    order: tuple[int, ...] = ()
 
 
 class Different(Exception):
@@ -281,7 +287,8 @@ def _different_kinds(one: str, other: str, places: str) -> str:
     kinds = (one, other)
     if MEASURE in kinds:
         return (
-            f"{places}: give all ranks the same bucket_mb, and compile the model's first training step on all of them"
+            f"{places}: give all ranks the same bucket_mb and overlap, and compile the model's first training step on "
+            "all of them"
         )
     if CONTACT in kinds:
         return (

@@ -1,6 +1,6 @@
 """The end of a backward: what no graph reduced is reduced, everything is waited for, and every `.grad` is written."""
 
-from collections import deque
+from collections import Counter, deque
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from torch import Tensor
 from . import _compat
 from .decision import END, INNER, Decision, Event, nothing_left
 from .executor import bucket_views
+from .next_forward import Late
 from .packing import packs
 
 if TYPE_CHECKING:
@@ -50,14 +51,16 @@ class Ending:
                 self._reduce_rest(backward.group)
         else:
             backend.watch.keep_pending(backward.local.values())
-        self._write_all(backend.registered.optimizer if synchronises else None)
+        if backend.around(backward) is None:
+            backend.under_way.doubtful.clear()
+        under_way = self._write_all(backend.registered.optimizer if synchronises else None)
         for launched in self._whole:
             backend.reduced.note(launched.parameters)
         for parameter in backward.stood_in.values():  # autograd has accumulated nothing here, and called nobody
             _compat.run_other_accumulation_hooks(parameter)
         backend.watch.keep_pending(self.holdings.lay_back())
         backward.launched.clear()
-        backend.log.add(backward.record)
+        backend.log.add(backward.record, under_way=under_way)
 
     def _reduce_rest(self, group: "Group") -> None:
         """Averages what no graph has reduced, and stands in with zeros for what only other ranks have."""
@@ -73,9 +76,8 @@ class Ending:
             else:
                 event = nothing_left(kind, owner)
             proposal = backend.agreement.announce(event, group, carried=bool(backward.carried))
-            self._make_views()  # while they travel
-            for launched in backward.launched if backend.registered.optimizer is None else ():
-                backward.wait(launched)
+            if backend.registered.optimizer is None:
+                self._make_views()  # while they travel
             decision = proposal.decision()
             backward.follow_decision(decision)
             if decision.defer:
@@ -129,21 +131,25 @@ class Ending:
         for parameter in sparse:
             backward.launch_sparse(parameter, group)
 
-    def _write_all(self, optimizer: "OptimizerInBackward | None") -> None:
-        """Waits for each bucket and updates its parameters, while those after it travel; see Note [update]."""
-        backward = self.backward
+    def _write_all(self, optimizer: "OptimizerInBackward | None") -> bool:
+        """Waits for each bucket and updates its parameters, while those after it travel; see Note [update].
+
+        Returns:
+            Whether some are left to be waited for in the next forward.
+        """
         if optimizer is None:
-            for launched in backward.launched:
-                backward.wait(launched)
-            for launched in backward.launched:
-                self._write(launched)
-            return
+            self._write_gradients()
+            return False
+        backward = self.backward
         outer = backward.backend.around(backward) if backward.nested else None
         if backward.nested and outer is None:
             raise RuntimeError(NESTED)
         optimizer.begin(backward.task if outer is None else outer.task)
         last = {id(p): launched for launched in backward.launched for p in launched.parameters}
-        for launched in backward.launched:
+        late = self._late(optimizer) if outer is None else []
+        left = {id(each.launched) for each in late}
+        self._make_views()
+        for launched in [each for each in backward.launched if id(each) not in left]:
             backward.wait(launched)
             self._write(launched)
             ready = [p for p in launched.parameters if last[id(p)] is launched and id(p) not in backward.later]
@@ -157,14 +163,65 @@ class Ending:
             optimizer.update(backward.later.values())
         else:
             outer.update_later(backward.later.values())
+        if late:
+            self._leave(late, optimizer)
+        return bool(late)
+
+    def _leave(self, late: list[Late], optimizer: "OptimizerInBackward") -> None:
+        """Leaves buckets to the next forward: this backward can fail no more."""
+        backward = self.backward
+        assert backward.group is not None
+        parameters = [p for each in late for p in each.launched.parameters]
+        for parameter in parameters:
+            self.holdings.taken.pop(id(parameter), None)  # it is in the bucket
+        backward.backend.under_way.add(late, backward.group, optimizer.capture(parameters), backward.record)
+
+    def _write_gradients(self) -> None:
+        """Waits for all buckets and writes `.grad`s: before it waits, where they are nothing but what will arrive."""
+        launched = self.backward.launched
+        rest = [each for each in launched if not self._write_new(each)]
+        for each in launched:
+            self.backward.wait(each)
+        for each in rest:
+            self._write(each)
+
+    def _late(self, optimizer: "OptimizerInBackward") -> list[Late]:
+        """The buckets that the next forward may wait for: all of their gradients went one way, and no other."""
+        backward, backend, group = self.backward, self.backward.backend, self.backward.group
+        if backend.settings.overlap is None or backend.joining or group is None or group.size == 1:
+            return []
+        launches = Counter(id(p) for launched in backward.launched for p in launched.parameters)
+        elsewhere = backward.by_autograd.keys() | backward.local.keys() | backward.later.keys()
+        late = [
+            Late(launched, bucket, flat)
+            for launched, bucket, flat in backward.lazy
+            if launched.work is not None
+            and elsewhere.isdisjoint(map(id, launched.parameters))
+            and all(p.grad is None and launches[id(p)] == 1 for p in launched.parameters)
+            and optimizer.knows(launched.parameters)
+        ]
+        left = {id(each.launched) for each in late}
+        backward.lazy = [entry for entry in backward.lazy if id(entry[0]) not in left]
+        return late
+
+    def _write_new(self, launched: "Launched") -> bool:
+        """Writes the `.grad`s of a bucket, if its parameters have none; taken back if the backward fails."""
+        if self.holdings.taken or self.backward.by_autograd:
+            return False
+        if not all(map(is_, map(_grad, launched.parameters), repeat(None))):
+            return False
+        views, launched.views = launched.views, None
+        assert views is not None
+        self.holdings.new.append(launched.parameters)
+        deque(map(setattr, launched.parameters, repeat("grad"), views), maxlen=0)
+        return True
 
     def _write(self, launched: "Launched") -> None:
+        if self._write_new(launched):
+            return
         views, launched.views = launched.views, None
         assert views is not None
         taken = self.holdings.taken
-        if not taken and not self.backward.by_autograd and all(map(is_, map(_grad, launched.parameters), repeat(None))):
-            deque(map(setattr, launched.parameters, repeat("grad"), views), maxlen=0)
-            return
         for parameter, view in zip(launched.parameters, views, strict=True):
             if id(parameter) in self.backward.by_autograd and not launched.outside:
                 continue

@@ -19,6 +19,7 @@ class Holdings:
         aside: local gradients of graphs under `no_sync`, out of sight of the hooks; `.grad` gets them at the end.
         kept: gradients that were divided already and only travel at the end.
         refilled: parameters and their `.grad`s, whose bucket was filled again in place.
+        new: parameters that had no `.grad` and got one.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class Holdings:
         self.aside: dict[int, tuple[Tensor, Tensor]] = {}
         self.kept: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self.refilled: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
+        self.new: list[Sequence[Tensor]] = []
 
     def keep(self, parameter: Tensor, scaled: Tensor) -> None:
         """Keeps a gradient, divided already, for the end of this backward."""
@@ -88,6 +90,7 @@ class Holdings:
         self.aside.clear()
         self.taken.clear()
         self.refilled.clear()
+        self.new.clear()
         return laid
 
     def put_back(self) -> None:
@@ -95,6 +98,8 @@ class Holdings:
 
         What was filled again in place is lost, and NaN says so; in new memory, as the bucket may still be under way.
         """
+        for parameter in chain.from_iterable(self.new):
+            parameter.grad = None
         for parameter, grad in chain.from_iterable(zip(*pair, strict=True) for pair in self.refilled):
             self.taken.setdefault(id(parameter), (parameter, torch.full_like(grad, math.nan)))
         for parameter, old in [*self.taken.values(), *self.aside.values()]:
@@ -103,3 +108,4 @@ class Holdings:
         self.aside.clear()
         self.kept.clear()
         self.refilled.clear()
+        self.new.clear()

@@ -41,6 +41,7 @@ class Shadow(JoinHook):
     def main_hook(self) -> None:
         """Shadows one iteration of the other ranks: a forward, and the backward if it synchronises."""
         backend = self._model.backend
+        backend.under_way.settle_all()
         group = backend.lookup()
         if group is None or group.size == 1:
             return

@@ -23,7 +23,7 @@ import functools
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ from torch.optim import Optimizer
 from . import _compat
 
 KEPT_PARTS = 256
+
+Settings = Sequence[Mapping[str, Any]]
+"""What an optimizer's groups say besides their parameters."""
 
 STEP_HOOKS = (
     "the optimizer in backward has hooks around its step, which runs once for each bucket there: remove them, or call "
@@ -103,12 +106,27 @@ class OptimizerInBackward:
             self._group_of = group_of
             self._parts.clear()
 
+    def capture(self, parameters: Iterable[Tensor]) -> "Captured":
+        """What updates these parameters later, with the settings of now; until then it counts as done."""
+        self._updated.update(map(id, parameters))
+        _compat.note_step(self._optimizer)
+        return Captured(self, _settings(self._optimizer))
+
+    def knows(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether all of these are the optimizer's, as of `begin`."""
+        return self._group_of.keys() >= set(map(id, parameters))
+
     def has_updated(self, parameter: Tensor) -> bool:
         """Whether the last backward has updated a parameter and taken its gradient."""
         return parameter.grad is None and id(parameter) in self._updated
 
-    def update(self, parameters: Iterable[Tensor]) -> None:
-        """Updates those of these parameters that have a gradient and that the optimizer knows; takes the gradients."""
+    def update(self, parameters: Iterable[Tensor], settings: Settings | None = None) -> None:
+        """Updates those of these parameters that have a gradient and that the optimizer knows; takes the gradients.
+
+        Args:
+            parameters: some of them.
+            settings: of the optimizer's groups; None for what they are now.
+        """
         ready = [p for p in parameters if p.grad is not None and id(p) in self._group_of]
         if not ready:
             return
@@ -118,11 +136,35 @@ class OptimizerInBackward:
             if len(self._parts) >= KEPT_PARTS:  # routed models may have ever new combinations
                 self._parts.clear()
             part = self._parts[key] = _Part(self._optimizer, self._group_of, ready, compiles=self._compiles)
-        part.step()
+        part.step(_settings(self._optimizer) if settings is None else settings)
         self._updated.update(key)
         _compat.note_step(self._optimizer)
         for parameter in ready:
             parameter.grad = None
+
+
+class Captured:
+    """An optimizer with the settings that its groups had at some moment."""
+
+    def __init__(self, optimizer: OptimizerInBackward, settings: Settings) -> None:
+        self._optimizer = optimizer
+        self._settings = settings
+
+    def update(self, parameters: Iterable[Tensor]) -> None:
+        """As `OptimizerInBackward.update`."""
+        self._optimizer.update(parameters, self._settings)
+
+
+def _settings(optimizer: Optimizer) -> Settings:
+    """Of each group; rates that are tensors are copied, as they may be changed in place."""
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 class _Part:
@@ -149,12 +191,9 @@ class _Part:
 
             self._compiled = torch.compile(_compat.with_own_code(update, f"update_{next(_numbers)}"))
 
-    def step(self) -> None:
-        """Updates the parameters from their gradients."""
-        settings = [
-            {name: value for name, value in self._whole.param_groups[i].items() if name != "params"}
-            for i in self._groups
-        ]
+    def step(self, settings: Settings) -> None:
+        """Updates the parameters from their gradients, with these settings of the optimizer's groups."""
+        settings = [dict(settings[i]) for i in self._groups]
         if self._compiled is not None:
             fixed = [{**each, "lr": None} for each in settings]
             if self._fixed is not None and fixed != self._fixed:  # a momentum schedule: compiled anew in every step

@@ -51,9 +51,9 @@ def _inside(bucket: str, name: str) -> Iterator[None]:
         _local.bucket = before
 
 
-def run_piece(piece: Callable[[list[Any]], Any], arguments: list[Any], number: int) -> Any:
-    """Calls a piece inside its range."""
-    with record_function(f"fxddp.piece{number}"):
+def run_piece(piece: Callable[[list[Any]], Any], arguments: list[Any], number: int, kind: str = "piece") -> Any:
+    """Calls a piece inside its range; `kind` is "forward" for one of a forward."""
+    with record_function(f"fxddp.{kind}{number}"):
         return piece(arguments)
 
 
@@ -66,6 +66,11 @@ def launches(function: Callable[..., "Launched"]) -> Callable[..., "Launched"]:
             return function(backward, *arguments, **options)
 
     return ranged
+
+
+def wait(number: int) -> AbstractContextManager[Any]:
+    """The range of the wait for a bucket with this number."""
+    return record_function(f"fxddp.bucket{number}.wait") if _compat.profiling() else nullcontext()
 
 
 def waits(wait: Callable[["Backward", "Launched"], None]) -> Callable[["Backward", "Launched"], None]:

@@ -4,15 +4,14 @@ synchronised   fold what was accumulated ─ launch ─ … ─ hand back what a
 under no_sync  set aside ─ … ─ hand back
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import _compat
-from .agreement import Proposal
 from .decision import Decision
 from .executor import Exceptions, bucket_views, run_pieces, scale_tensors
 from .packing import Assembly
@@ -21,7 +20,7 @@ from .refill import refill
 
 if TYPE_CHECKING:
     from .artifact import SplitBackward
-    from .backward import Backward, Launched
+    from .backward import Backward
     from .call import Call
 
 Where = tuple[int, int]
@@ -87,6 +86,7 @@ class Reduction(NodeRun):
         self._proposal: Proposal | None = None
         self._decision: Decision | None = None
         self._assembly: Assembly | None = None
+        self._held: dict[int, Callable[..., object]] = {}
         self._to_autograd: list[tuple[Where, Tensor, Tensor, Launched]] = []
         if self._plan.buckets and not backward.deferring:
             event = call.binding.event(call, artifact.program, exceptions)
@@ -141,11 +141,12 @@ class Reduction(NodeRun):
         decision = self._decide()
         members = self.by_bucket[bucket.index]
         exceptions = self.exceptions
-        is_last = bucket is self._plan.buckets[-1]
         if exceptions.none and not decision.defer and self._assembly is None:
-            if not self._refill(bucket, flat, members, is_last=is_last):
+            start = self._refill(bucket, flat, members)
+            if start is None:
                 folded = self._fold(bucket, flat, members)
-                self.backward.launch_later(bucket, flat, members, None if folded else wire, is_last=is_last)
+                start = partial(self.backward.launch_later, bucket, flat, members, None if folded else wire)
+            self._start(bucket, start)
             return
         wheres = [(bucket.index, i) for i in range(len(members))]
         if exceptions.local or exceptions.zeros or decision.defer:
@@ -154,10 +155,21 @@ class Reduction(NodeRun):
             return
         if self._fold(bucket, flat, members) or exceptions.zeros:
             wire = None  # not the same any more
+        views = bucket_views(bucket, flat)
         if self._assembly is not None:
-            self._launch_ready(self._assembly, wheres, members, bucket_views(bucket, flat))
+            self._launch_ready(self._assembly, wheres, members, views)
         else:
-            self._launch(flat, wheres, members, bucket_views(bucket, flat), wire, is_last=is_last)
+            self._start(bucket, partial(self._launch, flat, wheres, members, views, wire))
+
+    def _start(self, bucket: Bucket, start: Callable[..., object]) -> None:
+        """Starts a packed bucket, or has it wait for its turn; then those whose turn it is."""
+        is_last = bucket is self._plan.buckets[-1]
+        if not self._decide().order:
+            start(is_last=is_last)
+            return
+        self._held[bucket.index] = start
+        for index in self.artifact.program.launches[bucket.index]:
+            self._held.pop(index)(is_last=is_last and not self._held)
 
     def _set_apart(
         self, wheres: Sequence[Where], members: Sequence[Tensor], views: Sequence[Tensor], *, defer: bool
@@ -173,18 +185,17 @@ class Reduction(NodeRun):
             elif defer and where not in exceptions.skipped:
                 self.backward.holdings.keep(parameter, view)
 
-    def _refill(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor], *, is_last: bool) -> bool:
-        """Adds the packed bucket to the one `.grad`s are still views of, and launches that; whether there is one."""
+    def _refill(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor]) -> Callable[..., object] | None:
+        """Adds the packed bucket to the one `.grad`s are still views of; what launches that, None if there is none."""
         backward = self.backward
         if members[0].grad is None or backward.holdings.aside:
-            return False
+            return None
         grads = backward.backend.reduced.gradients(bucket, members)
         if grads is None:
-            return False
+            return None
         old = refill(bucket, flat, grads, backward.scale)
         backward.holdings.refills(members, grads)
-        backward.launch(old, members, None, grads, is_last=is_last)
-        return True
+        return partial(backward.launch, old, members, None, grads)
 
     def _fold(self, bucket: Bucket, flat: Tensor, members: Sequence[Tensor]) -> bool:
         """Adds what the parameters accumulated so far to the packed bucket, and takes it from them; whether any had."""

@@ -39,6 +39,11 @@ class Registered:
                 f"{carrier.name} starts its own collectives, but this backend has {len(lanes) or 1} process group(s) "
                 f"and algorithm={algorithm!r}: leave one of both out"
             )
+        if self._settings.overlap is not None:
+            raise RuntimeError(
+                f"overlap={self._settings.overlap!r} does not go with {carrier.name}, which is settled in the "
+                "backward: leave one of both out"
+            )
         if self.carrier is not SUMMED:
             raise RuntimeError(
                 f"{carrier.name} cannot run on the buckets too: register_comm_hook or register_builtin_comm_hook can "

@@ -156,7 +156,7 @@ class Replica:
         kinds = [_kind_of(name, tensor) for name, tensor in fresh.values()]
         backend = self._backend()
         assert backend is not None
-        if backend.settings.auto:
+        if backend.settings.measures:
             speeds_of(backend, group, next(iter(fresh.values()))[1])
         self._agree({"settings": _common(backend.settings), "kinds": kinds}, group, _compare_contact)
         late: list[str] = []
@@ -249,6 +249,7 @@ def _common(settings: "Settings") -> dict[str, Any]:
         "static_graph": settings.static_graph,
         "init_sync": settings.init_sync,
         "algorithm": settings.algorithm,
+        "overlap": settings.overlap,
         "the list of process groups": [str(alive(lane).group_name) for lane in settings.lanes],
         "forward_sync_buffers": settings.forward_sync_buffers,
     }

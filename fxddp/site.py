@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from . import _compat
+from . import _compat, next_forward
 from .call import COMPILED_AUTOGRAD, Binding, Bindings, Call, getter
 from .compiler import Compilation
 from .modules import beginning
@@ -79,13 +79,13 @@ class Site:
         backend = self.backend
         if not torch.is_grad_enabled():
             self._note_use(arguments, late=False)
-            return self._compiled(*arguments)
+            return self._run(arguments)
         if not self.trained:
             self._note_use(arguments, late=True)
             return self._run_without_parameters(arguments)
         group = backend.lookup()
         if group is None:
-            return self._compiled(*arguments)
+            return self._run(arguments)
         if _compat.compiled_autograd_enabled():
             raise RuntimeError(COMPILED_AUTOGRAD)
         parameters = self._bindings.pick(arguments)
@@ -98,11 +98,15 @@ class Site:
         if backend.registered.optimizer is not None and _compat.in_backward() and _compat.restricted_to() is None:
             backend.backward()  # around that of a re-entrant checkpoint, which must not update what it shares
         since = _compat.sequence_number()
-        results = self._compiled(*arguments)
+        results = self._run(arguments)
         node = _compat.compiled_node(results, since) or _compat.compiled_node(arguments, since)
         if node is not None:
             node.register_prehook(Call(backend, binding, parameters, group, sync=sync, graph=self.number))
         return results
+
+    def _run(self, arguments: Sequence[Any]) -> Any:
+        """Calls the compiled graph; what it reads was updated by then."""
+        return next_forward.run(self._compiled, arguments, in_pieces=self.compilation.forward is not None)
 
     def _note_use(self, arguments: Sequence[Any], *, late: bool) -> None:
         """Notes parameters and buffers that are computed with and may never meet the other ranks'."""
@@ -115,7 +119,7 @@ class Site:
     def _run_without_parameters(self, arguments: Sequence[Any]) -> Any:
         """Runs a graph that trains nothing, such as a compiled loss: what trains around it is found in backward."""
         since = _compat.sequence_number()
-        results = self._compiled(*arguments)
+        results = self._run(arguments)
         watch = self.backend.watch
         if watch.unexplored and self.backend.lookup() is not None:
             node = _compat.compiled_node(results, since)

@@ -49,6 +49,8 @@ class BackwardRecord:
         graphs: which compiled graphs ran, in that order, numbered as they were compiled.
         events: (what, index, seconds of `time.perf_counter`), in order: "piece", "launch" and "wait", and for buckets
             outside of the graphs "launch outside" and "wait outside". Each kind is numbered through the whole backward.
+            With overlap="next_forward" waits after `end`, and "forward" for each piece of a forward that starts while
+            buckets are under way.
         buckets: when each bucket of a graph travelled.
         begin: when it began, in seconds of `time.perf_counter`.
         end: when every `.grad` was there.
@@ -118,15 +120,26 @@ class BackwardRecord:
         now = perf_counter()
         bucket = self.buckets[index]
         bucket.waited = now - bucket.waits
-        if bucket.arrived is None and self._travelling and self._travelling[0][0] is bucket:
-            if self._travelling[0][1]():
-                bucket.arrived = now
-            self._travelling.popleft()
+        if bucket.arrived is None:
+            travelling = next((each for each in self._travelling if each[0] is bucket), None)
+            if travelling is not None:
+                if travelling[1]():
+                    bucket.arrived = now
+                self._travelling.remove(travelling)
+
+    def forward_piece(self, number: int) -> None:
+        """Notes that a piece of a forward starts while buckets of this backward are under way."""
+        now = perf_counter()
+        self.events.append(("forward", number, now))
+        self.look(now)
 
     def close(self) -> None:
-        """Notes the end, and keeps no work alive."""
+        """Notes the end."""
         self.end = perf_counter()
         self.look(self.end)
+
+    def stop_looking(self) -> None:
+        """Keeps no work alive: everything was waited for."""
         self._travelling.clear()
 
     def look(self, now: float) -> None:
@@ -258,9 +271,16 @@ class EventLog:
         self._total = 0
         self.synchronised = 0
 
-    def add(self, record: BackwardRecord) -> None:
-        """Keeps a backward that is over."""
+    def add(self, record: BackwardRecord, *, under_way: bool = False) -> None:
+        """Keeps a backward that is over.
+
+        Args:
+            record: the backward's.
+            under_way: some of its buckets are still to be waited for.
+        """
         record.close()
+        if not under_way:
+            record.stop_looking()
         self._records.append(record)
         self._total += 1
         self.synchronised += record.sync

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ def rewrite_backward(
     caps: tuple[int, ...] = (),
     choose: Callable[[Sequence[GradSpec], Outline], BucketPlan] | None = None,
     wire: torch.dtype | None = None,
+    launch: Callable[[BucketPlan, Outline], tuple[tuple[int, ...], ...]] | None = None,
     inputs: Sequence[Any] | None = None,
     keep: bool = False,
 ) -> Rewritten:
@@ -74,6 +75,7 @@ def rewrite_backward(
         caps: sizes of the buckets one by one, in bytes, in place of `cap` and `first_cap`.
         choose: makes the plan, in place of all sizes.
         wire: the dtype in which wider buckets travel, None for their own.
+        launch: says which buckets are launched when one has been packed; None for each by itself.
         inputs: the (fake) values that the graph will be called with, if they may differ from the traced ones.
         keep: keep the readable code after each pass.
     """
@@ -113,7 +115,9 @@ def rewrite_backward(
         record(name, start)
     start = time.perf_counter()
     program, pieces = split(gm, plan=plan)
-    verify_program(program, outputs=len(before))
     told = with_pieces(told, pieces)
+    if launch is not None and not any(step.collectives for step in program.steps):  # the model's own keep their place
+        program = replace(program, launches=launch(plan, told))
+    verify_program(program, outputs=len(before))
     record("split", start)
     return Rewritten(gm, plan, program, pieces, told, history)

@@ -53,7 +53,8 @@ def _after_waits(graph: fx.Graph) -> set[fx.Node]:
     return late
 
 
-def _is_impure(node: fx.Node) -> bool:
+def is_impure(node: fx.Node) -> bool:
+    """Whether a node writes to an argument or draws from a random generator; see Note [side effects]."""
     target: Any = node.target
     if is_send(node) or is_wait(node):
         return False
@@ -84,7 +85,7 @@ def _dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         needs[node] = list(node.all_input_nodes)
         if is_send(node):
             needs[node].append(packed_bucket(node)[0])  # handed out with it, if it was cast
-        if node.op in ("placeholder", "get_attr", "output") or not _is_impure(node):
+        if node.op in ("placeholder", "get_attr", "output") or not is_impure(node):
             continue
         if last_impure is not None:
             needs[node].append(last_impure)

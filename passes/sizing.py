@@ -63,7 +63,7 @@ from .cost import Network, Speeds, Work
 from .outline import Outline
 from .plan import BucketPlan, GradSpec
 
-__all__ = ["Stretch", "choose_plan", "equal_size"]
+__all__ = ["Stretch", "choose_plan", "equal_size", "rounded"]
 
 SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
 SLACK = (0.0, 0.003, 0.01, 0.03, 0.1)
@@ -342,10 +342,15 @@ def choose_plan(
         speeds: how fast ranks compute and send.
         sent: bytes that travel for a gradient.
     """
-    values = {size: 1 << max(0, round(math.log2(max(1, value)))) for size, value in told.values.items()}
+    values = rounded(told.values)
 
     def seconds(work: Work) -> float:
         return float(speeds.machine.seconds(work.at(values)))
 
     when = {output: seconds(note.before) for output, note in told.grads.items()}
     return Stretch.of(grads, when, seconds(told.work), speeds.network, sent).plan()
+
+
+def rounded(sizes: Mapping[Any, int]) -> dict[Any, int]:
+    """Dynamic sizes as the nearest powers of two."""
+    return {size: 1 << max(0, round(math.log2(max(1, value)))) for size, value in sizes.items()}

@@ -13,6 +13,7 @@ from torch import fx
 
 from .allreduce import BUCKET_META, GRADIENT_META, SCALE_META, is_send, is_wait
 from .compress import narrows, packed_bucket, reduced_by
+from .forward import ForwardProgram
 from .gradients import graph_outputs
 from .plan import Bucket, BucketPlan, GradSpec
 from .split import Program
@@ -106,6 +107,31 @@ def verify_program(program: Program, *, outputs: int) -> None:
         filled -= set(step.dead)
     for output in program.outputs:
         assert not isinstance(output, int) or output in filled, f"output slot {output} is empty"
+    _verify_launches(program)
     planned = {(bucket.index, i) for bucket in program.plan.buckets for i in range(len(bucket.grads))}
     returned = [output for output in program.outputs if isinstance(output, tuple)]
     assert sorted(returned) == sorted(planned), f"gradients {returned} returned, {sorted(planned)} planned"
+
+
+def _verify_launches(program: Program) -> None:
+    if not program.launches:
+        return
+    packed: set[int] = set()
+    launched: list[int] = []
+    for bucket, then in enumerate(program.launches):
+        packed.add(bucket)
+        assert packed.issuperset(then), f"buckets {set(then) - packed} are launched with bucket {bucket}, unpacked"
+        launched += then
+    assert sorted(launched) == list(range(len(program.plan.buckets))), f"launches {launched} when others are packed"
+
+
+def verify_forward(program: ForwardProgram, *, inputs: int) -> None:
+    """Raises AssertionError unless each piece of a forward reads only filled slots, and each output has one."""
+    filled = set(range(inputs))
+    for k, step in enumerate(program.steps):
+        assert filled.issuperset(step.inputs), f"piece {k} reads empty slots {set(step.inputs) - filled}"
+        filled = (filled | set(step.outputs)) - set(step.dead)
+    for output in program.outputs:
+        assert output is None or output in filled, f"output slot {output} is empty"
+    read = [position for step in program.steps for position in step.reads]
+    assert len(read) == len(set(read)), f"read first by several pieces: {read}"

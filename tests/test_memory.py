@@ -153,8 +153,8 @@ def failing(rank: int, world: int) -> None:
         after = gradients(module)
         lost = {name for name, grad in after.items() if grad is not None and grad.isnan().all()}
         lost_at.append(len(lost))
-        rest = [{name: grad for name, grad in some.items() if name not in lost} for some in (after, before)]
-        expect_equal(*rest, f"piece {piece}: .grad after it")
+        kept, expected = ({n: g for n, g in some.items() if n not in lost} for some in (after, before))
+        expect_equal(kept, expected, f"piece {piece}: .grad after it")
         module.zero_grad(set_to_none=False)
         loss_of(model, 2).backward()
         expect_equal(gradients(module), average(local(module, 2)), f"piece {piece}: the next step")

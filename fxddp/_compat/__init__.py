@@ -91,6 +91,7 @@ from .groups import (
 )
 from .optimizer import (
     before_clipping,
+    before_saving,
     has_step_hooks,
     note_step,
     part_of,
@@ -104,6 +105,7 @@ __all__ = [
     "all_to_all",
     "aot_compile",
     "before_clipping",
+    "before_saving",
     "bypass_cache",
     "cache_folder",
     "compile_wrapper",

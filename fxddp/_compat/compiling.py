@@ -16,8 +16,12 @@ def aot_compile(
     *,
     forward: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
     backward: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    inference: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """Traces forward and backward of a Dynamo graph and compiles each with its function (boxed calling)."""
+    """Traces forward and backward of a Dynamo graph and compiles each with its function (boxed calling).
+
+    A forward without a backward is compiled by `inference`, by default as others.
+    """
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
@@ -25,6 +29,7 @@ def aot_compile(
         return aot_autograd(
             fw_compiler=forward,
             bw_compiler=backward,
+            inference_compiler=inference,
             partition_fn=min_cut_rematerialization_partition,
             keep_inference_input_mutations=True,
         )(gm, inputs)
@@ -83,9 +88,9 @@ def inductor_inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **argument
 
 
 def inductor_piece(gm: fx.GraphModule, inputs: Sequence[Any], arguments: dict[str, Any]) -> Any:
-    """Compiles one piece of a backward with inductor.
+    """Compiles one piece of a graph with inductor.
 
-    All results keep the strides they were traced with: the next piece was traced with them.
+    All results keep the strides they were traced with: the next piece was traced with them, and so was the backward.
     """
     from torch._inductor.utils import BoxedBool
 
@@ -93,7 +98,24 @@ def inductor_piece(gm: fx.GraphModule, inputs: Sequence[Any], arguments: dict[st
     values: Any = output.args[0]
     output.meta["user_visible_output_idxs"] = [i for i, v in enumerate(values) if isinstance(v, fx.Node)]
     arguments = {**arguments, "static_input_idxs": (), "cudagraphs": BoxedBool(False)}
-    return inductor_inner_compile(gm, inputs, **arguments)
+    with _strides_untold():
+        return inductor_inner_compile(gm, inputs, **arguments)
+
+
+@contextmanager
+def _strides_untold() -> Iterator[None]:
+    """Has inductor not tell AOTAutograd the strides of a piece's results, which it would take for a whole forward's."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    before, context.output_strides = context.output_strides, None
+    try:
+        yield
+    finally:
+        context.output_strides = before
 
 
 def inductor_config_keys() -> frozenset[str]:
@@ -133,7 +155,7 @@ def dump_piece(piece: Any) -> Any:
     return piece
 
 
-def load_piece(piece: Any) -> Any:
+def load_piece(piece: Any, *, is_backward: bool) -> Any:
     """Brings a pickled piece back to life."""
     from torch._inductor.codecache import FxGraphCache
     from torch._inductor.output_code import CompiledFxGraphConstants
@@ -142,9 +164,10 @@ def load_piece(piece: Any) -> Any:
     constants = CompiledFxGraphConstants()
     loaded, _ = FxGraphCache.cache_hit_post_compile(piece, {}, constants)
     if loaded is None:
-        raise RuntimeError("a compiled piece of the backward could not be loaded from the compile cache")
-    settings: Any = {"cudagraphs": BoxedBool(False), "boxed_forward_device_index": None, "is_backward": True}
-    loaded.post_compile([], constants, settings)
+        raise RuntimeError("a compiled piece could not be loaded from the compile cache")
+    settings: Any = {"cudagraphs": BoxedBool(False), "boxed_forward_device_index": None, "is_backward": is_backward}
+    with _strides_untold():
+        loaded.post_compile([], constants, settings)
     return loaded
 
 

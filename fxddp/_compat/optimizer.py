@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
@@ -43,6 +44,35 @@ def before_clipping(guard: Callable[[Iterable[Tensor]], None]) -> None:
         scale(parameters, *args, **kwargs)
 
     clip_grad._clip_grads_with_norm_ = guarded
+
+
+@functools.cache
+def before_saving(settle: Callable[[Iterable[Tensor]], None]) -> None:
+    """Has `settle` called with the parameters of a module or optimizer that is about to be saved, loaded or copied."""
+    saved: tuple[tuple[type, Callable[[Any], Iterable[Tensor]], tuple[str, str]], ...] = (
+        (torch.nn.Module, lambda module: module.parameters(), ("state_dict", "load_state_dict")),
+        (torch.nn.Parameter, lambda parameter: (parameter,), ("__deepcopy__", "__reduce_ex__")),
+        (Optimizer, _members, ("state_dict", "load_state_dict")),
+    )
+    for owner, members, names in saved:
+        for name in names:
+            setattr(owner, name, _after(settle, members, getattr(owner, name)))
+
+
+def _members(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _after(
+    settle: Callable[[Iterable[Tensor]], None], members: Callable[[Any], Iterable[Tensor]], method: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def settled(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            settle(members(owner))
+        return method(owner, *args, **kwargs)
+
+    return settled
 
 
 def when_scaled(note: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from fxddp.artifact import SplitBackward
 from fxddp.backend import Backend
 from fxddp.config import AUTO, MIB, Settings, in_mib
 from fxddp.passes.bucketing import plan_buckets
@@ -151,15 +152,22 @@ def _last_graphs(backend: Backend) -> Sequence[int]:
 def recorded_spans(backend: Backend, sites: Sequence[Site], graphs: Sequence[Graph]) -> tuple[Span, ...]:
     """The last synchronised backward of these graphs, each once, as spans."""
     at = {site.number: graph for site, graph in zip(sites, graphs, strict=True)}
+    orders = {site.number: site.compilation.backward for site in sites}
     for record in reversed(backend.stats().backwards):
         if not (record.sync and record.launches and sorted(record.graphs) == sorted(at)):
             continue
         ran = [at[number] for number in record.graphs]
-        buckets = [(graph.index, bucket.index) for graph in ran for bucket in graph.buckets]
+        buckets = [(at[number].index, index) for number in record.graphs for index in _launched(orders[number])]
         pieces = [(graph.index, piece.index) for graph in ran for piece in graph.pieces]
         if (record.launches, record.pieces) == (len(buckets), len(pieces)):
             return _spans(record, pieces, buckets)
     return ()
+
+
+def _launched(backward: SplitBackward | None) -> Sequence[int]:
+    """The buckets of a graph, as all ranks launch them where they agree."""
+    assert backward is not None
+    return backward.program.order or range(len(backward.program.plan.buckets))
 
 
 def _spans(

@@ -16,9 +16,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 from fxddp.passes.allreduce import ALL_REDUCE, WAIT, insert_allreduce, is_send, is_wait
+from fxddp.passes.pieces import SIZE
 from fxddp.passes.plan import BucketPlan
 from fxddp.passes.schedule import schedule
-from fxddp.passes.split import SIZE, Program, bind_symbols, split
+from fxddp.passes.split import Program, bind_symbols, split
 from fxddp.passes.verify import snapshot, verify, verify_program
 from tests.passes.graphs import (
     GROUP,

@@ -1,0 +1,381 @@
+"""Waits in the next forward: the weights of an optimizer in backward, bit by bit, whenever somebody reads them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import fxddp
+from fxddp.passes.cost import Machine, Network, Speeds
+from tests.live.lab import SMALL, Mlp, buckets, compiled, data, error_of, expect, expect_equal, loss_of, seeded
+from tests.live.pool import Pool
+
+OVERLAP: dict[str, Any] = {"overlap": "next_forward"}
+
+
+class Deep(nn.Module):
+    """Layers with a bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8 if i == 0 else 16, 16) for i in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters())
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    """Fused, so that no update is compiled: Dynamo compiles torch's `step` for at most eight sets of parameters."""
+    return torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
+
+
+def waits_in_forward(record: Any) -> list[tuple[str, int]]:
+    """What happened after the backward of this record was over."""
+    return [(kind, index) for kind, index, when in record.events if when > record.end]
+
+
+def pairs(make: Any, inner: str, **options: Any) -> Any:
+    """Equal models with and without overlap: (module, optimizer, compiled, backend) of each."""
+    found = []
+    for more in (OVERLAP, {}):
+        module = seeded(0, make)
+        optimizer = adam(module)
+        model, backend = compiled(module, inner=inner, optimizer=optimizer, **options, **more)
+        found.append((module, optimizer, model, backend))
+    return found
+
+
+def same_weights(rank: int, world: int, inner: str) -> None:
+    (module, optimizer, model, backend), (reference, stepped, usual, _) = pairs(Deep, inner)
+    schedules = [lr_scheduler.ExponentialLR(each, 0.8) for each in (optimizer, stepped)]
+    for step in range(5):
+        losses = []
+        for each in (model, usual):
+            loss = loss_of(each, step)
+            loss.backward()
+            losses.append(loss.detach())
+        expect(torch.equal(*losses), f"step {step}: losses {losses}")
+        expect(all(p.grad is None for p in module.parameters()), f"step {step}: a gradient is left")
+        optimizer.step()  # a training loop may stay as it is
+        optimizer.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+    before = waits_in_forward(backend.stats().last)
+    expect(not before, f"waited before anybody read a weight: {before}")
+    backend.synchronize()
+    expect_equal(weights(module), weights(reference), "after the last step")
+    for record in backend.stats().backwards[:-1]:
+        kinds = [kind for kind, _ in waits_in_forward(record)]
+        expect(kinds.count("wait") == buckets(backend), f"all buckets are waited for in the next forward: {kinds}")
+        expect(kinds.count("forward") >= 2, f"in several pieces: {kinds}")
+        expect("wait" in kinds[kinds.index("forward") :], f"between the pieces: {kinds}")
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_weights_of_an_optimizer_in_backward(pool: Pool, inner: str):
+    pool.run(same_weights, inner, timeout=180)
+
+
+class Mixed(nn.Module):
+    """Tied and frozen weights, a graph break, a layer used on both sides of it, a head for other batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.head, self.other = (nn.Linear(8, 8) for _ in range(4))
+        self.frozen, self.tied = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.tied.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+        self.route = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tied(self.twice(self.first(x)).tanh())
+        torch._dynamo.graph_break()
+        x = self.frozen(self.eager(x)).tanh()
+        return self.other(x) if self.route else self.head(self.twice(x))
+
+    @torch.compiler.disable
+    def eager(self, x: Tensor) -> Tensor:
+        return self.tied(x).tanh()
+
+
+def mixed(rank: int, world: int) -> None:
+    """Batches of several sizes, accumulation, an evaluation and a checkpoint between steps."""
+    late, usual = pairs(Mixed, "aot_eager", find_unused_parameters=True, bucket_mb=SMALL / 8, first_bucket_mb=SMALL / 8)
+    for step in range(8):
+        for module, _, model, backend in (late, usual):
+            module.route = int(step == 3 and rank == 1)
+            for part in range(2 if step % 3 == 2 else 0):
+                with backend.no_sync():
+                    model(data(10 + part, 5, 8)).square().mean().backward()
+            model(data(step, 4 + step % 3, 8)).square().mean().backward()
+            if step == 4:
+                with torch.no_grad():
+                    module.evaluated = model(data(step, 4, 8))
+            if step == 5:
+                state = module.state_dict()
+                module.saved = {name: tensor.clone() for name, tensor in state.items()}
+        if step == 4:
+            expect(torch.equal(late[0].evaluated, usual[0].evaluated), "an evaluation sees the new weights")
+        if step == 5:
+            expect_equal(late[0].saved, usual[0].saved, "a checkpoint holds the new weights")
+    late[3].synchronize()
+    expect_equal(weights(late[0]), weights(usual[0]), "after the last step")
+    after = [kind for record in late[3].stats().backwards for kind, _ in waits_in_forward(record)]
+    expect("wait" in after, f"some waits moved: {after}")
+
+
+def test_all_at_once(pool: Pool):
+    pool.run(mixed)
+
+
+class Attention(nn.Module):
+    """Embedding, one block of a transformer and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, 12)
+        self.block = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(12, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.block(self.tokens(tokens)))
+
+
+def transformer(rank: int, world: int) -> None:
+    """With batches of several lengths: dynamic shapes after the first."""
+    late, usual = pairs(Attention, "aot_eager")
+    for step in range(4):
+        tokens = torch.randint(0, 16, (3, 4 + step), generator=torch.Generator().manual_seed(10 * step + rank))
+        for _, _, model, _ in (late, usual):
+            model(tokens).square().mean().backward()
+    late[3].synchronize()
+    expect_equal(weights(late[0]), weights(usual[0]), "after the last step")
+    moved = [kind for kind, _ in waits_in_forward(late[3].stats().backwards[-2])]
+    expect("wait" in moved and "forward" in moved, f"waits moved, also with dynamic shapes: {moved}")
+
+
+def test_a_transformer_with_dynamic_shapes(pool: Pool):
+    pool.run(transformer)
+
+
+def reads(rank: int, world: int, how: str) -> None:
+    late, usual = pairs(Deep, "aot_eager")
+    for step in range(3):
+        for _, _, model, _ in (late, usual):
+            loss_of(model, step).backward()
+        found = []
+        for module, optimizer, model, backend in (late, usual):
+            if how == "state_dict":
+                found.append({k: v.clone() for k, v in module.layers[1].state_dict().items()})
+            elif how == "deepcopy":
+                found.append(weights(copy.deepcopy(module)))
+            elif how == "pickle":
+                found.append(weights(pickle.loads(pickle.dumps(module))))
+            elif how == "optimizer":
+                state = optimizer.state_dict()["state"]
+                found.append({str(i): each["exp_avg"].clone() for i, each in state.items()})
+            elif how == "load_state_dict":
+                module.load_state_dict(seeded(7, Deep).state_dict())
+                backend.synchronize()
+                found.append(weights(module))
+            elif how == "evaluation":
+                with torch.no_grad():
+                    found.append({"output": model(data(9, 3, 8))})
+            else:
+                backend.synchronize()
+                found.append(weights(module))
+        expect(waits_in_forward(late[3].stats().last), f"{how} settles")
+        expect_equal(found[0], found[1], f"{how}, step {step}")
+
+
+@pytest.mark.parametrize(
+    "how", ["state_dict", "deepcopy", "pickle", "optimizer", "load_state_dict", "evaluation", "synchronize"]
+)
+def test_whoever_reads_weights_sees_new_ones(pool: Pool, how: str):
+    pool.run(reads, how)
+
+
+class Habits(nn.Module):
+    """A layer that starts to be used in eager code, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.early = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(self.first(self.prepare(x)).tanh())
+
+    @torch.compiler.disable
+    def prepare(self, x: Tensor) -> Tensor:
+        return self.shared(x) if self.early else x + 1
+
+
+def eager_use(rank: int, world: int, synchronizes: bool) -> None:
+    (module, _, model, backend), (reference, _, usual, _) = pairs(Habits, "aot_eager")
+    for step in range(5):
+        module.early = reference.early = step >= 2
+        if synchronizes and step == 2:
+            backend.synchronize()
+        if step == 2 and not synchronizes:
+            error = error_of(lambda: loss_of(model, 2).backward(), "an eager use of what was under way")
+            expect("shared" in str(error) and "synchronize" in str(error), f"names parameter and remedy: {error}")
+            return
+        for each in (model, usual):
+            loss_of(each, step).backward()
+    backend.synchronize()
+    expect_equal(weights(module), weights(reference), "after the last step")
+
+
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_eager_code_that_takes_up_a_weight_under_way(pool: Pool, synchronizes: bool):
+    pool.run(eager_use, synchronizes)
+
+
+def slow(rank: int, world: int) -> None:
+    """On a network that is slow next to the processors buckets are held back, and leave as the next forward needs."""
+    module, reference = seeded(0, Deep), seeded(0, Deep)
+    group = dist.new_group([0, 1])
+    backend = fxddp.backend(
+        SMALL, first_bucket_mb=SMALL, inner="aot_eager", optimizer=adam(module), process_group=group, **OVERLAP
+    )
+    found = backend.lookup()
+    assert found is not None
+    found.speeds = Speeds(Machine(1e12, 1e12, 1e-7), Network(2, 1e6, 1e-5))
+    model = torch.compile(module, backend=backend)
+    usual, _ = compiled(reference, optimizer=adam(reference))
+    for step in range(3):
+        loss_of(model, step).backward()
+        loss_of(usual, step).backward()
+    last = backend.stats().last
+    (site,) = backend.sites
+    assert site.compilation.backward is not None
+    program = site.compilation.backward.program
+    buckets_of, count = program.plan.buckets, len(program.plan.buckets)
+    sent = [bucket.nbytes for bucket in last.buckets]
+    expect(sent == [buckets_of[i].nbytes for i in program.order], f"as planned: {sent}, {program.order}")
+    layers = [site.names[buckets_of[i].grads[0].input] for i in program.order]
+    expect(layers[0].startswith("layers.4"), f"the first to fill: {layers}")
+    expect(layers[1:] == sorted(layers[1:], key=lambda name: name[:8]), f"then as the forward needs them: {layers}")
+    launched = [i for i, (kind, _, _) in enumerate(last.events) if kind == "launch"]
+    pieces = [i for i, (kind, _, _) in enumerate(last.events) if kind == "piece"]
+    expect(launched[1] > pieces[count - 1], f"held back to the end: {last.events}")
+    backend.synchronize()
+    expect_equal(weights(module), weights(reference), "after the last step")
+
+
+def test_buckets_leave_in_the_order_of_need(pool: Pool):
+    pool.run(slow)
+
+
+def other_orders(rank: int, world: int) -> None:
+    """Ranks that would launch in different orders launch in that of the backward."""
+    module = seeded(0, Deep)
+    group = dist.new_group([0, 1])
+    backend = fxddp.backend(
+        SMALL, first_bucket_mb=SMALL, inner="aot_eager", optimizer=adam(module), process_group=group, **OVERLAP
+    )
+    found = backend.lookup()
+    assert found is not None
+    found.speeds = Speeds(Machine(1e12, 1e12, 1e-7), Network(2, 1e6 if rank else 1e15, 1e-5 if rank else 0.0))
+    model = torch.compile(module, backend=backend)
+    reference = seeded(0, Deep)
+    usual, _ = compiled(reference, optimizer=adam(reference))
+    for step in range(3):
+        loss_of(model, step).backward()
+        loss_of(usual, step).backward()
+    (plan,) = backend.plans
+    expect([b.nbytes for b in backend.stats().last.buckets] == [b.nbytes for b in plan.buckets], "as they fill")
+    backend.synchronize()
+    expect_equal(weights(module), weights(reference), "after the last step")
+
+
+def test_ranks_with_other_orders(pool: Pool):
+    pool.run(other_orders)
+
+
+def failing(rank: int, world: int) -> None:
+    module = seeded(0, Deep)
+    model, backend = compiled(module, optimizer=adam(module), **OVERLAP)
+    for step in range(2):
+        loss_of(model, step).backward()
+    group = backend.lookup()
+    assert group is not None
+    wait = type(group).wait
+
+    def lost(self: Any, work: Any, what: Any) -> None:
+        raise RuntimeError(f"the link is gone: {what()}")
+
+    type(group).wait = lost  # type: ignore[method-assign]
+    try:
+        error = error_of(lambda: loss_of(model, 2), "a forward whose bucket does not arrive")
+    finally:
+        type(group).wait = wait  # type: ignore[method-assign]
+    expect("the link is gone" in str(error) and "layers." in str(error), f"names what and whom: {error}")
+    for what, call in (
+        ("a forward", lambda: loss_of(model, 2)),
+        ("a checkpoint", module.state_dict),
+        ("synchronize", backend.synchronize),
+    ):
+        error = error_of(call, what)
+        expect("checkpoint" in str(error) and "the link is gone" in str(error), f"{what} says so: {error}")
+
+
+def test_a_failure_is_never_forgotten(pool: Pool):
+    pool.run(failing, discard=True)
+
+
+def wrapped(rank: int, world: int) -> None:
+    module, reference = seeded(0, Deep), seeded(0, Deep)
+    options: dict[str, Any] = {"bucket_cap_mb": SMALL, "inner": "aot_eager"}
+    late = fxddp.DistributedDataParallel(module, optimizer=adam(module), **options, **OVERLAP)
+    usual = fxddp.DistributedDataParallel(reference, optimizer=adam(reference), **options)
+    for step in range(4):
+        for model in (late, usual):
+            with model.no_sync():
+                loss_of(model, 20 + step).backward()
+            loss_of(model, step).backward()
+        if step == 2:
+            with torch.no_grad():
+                expect(torch.equal(late(data(5, 3, 8)), usual(data(5, 3, 8))), "an evaluation")
+    moved = [kind for kind, _ in waits_in_forward(late.backend.stats().backwards[-3])]
+    expect("wait" in moved, f"also what has accumulated is waited for in the next forward: {moved}")
+    for model in (late, usual):
+        with model.join():
+            for step in range(2 + rank):
+                loss_of(model, 30 + step).backward()
+    late.backend.synchronize()
+    expect_equal(weights(module), weights(reference), "after the last step")
+
+
+def test_the_wrapper(pool: Pool):
+    pool.run(wrapped)
+
+
+def test_what_it_does_not_go_with():
+    module = Mlp()
+    given: dict[str, Any] = {"optimizer": adam(module), **OVERLAP}
+    for options, said in (
+        ({**OVERLAP}, "optimizer"),
+        ({**given, "overlap": "next"}, "next_forward"),
+        ({**given, "split": False}, "split=False"),
+        ({**given, "algorithm": "ring"}, "ring"),
+        ({**given, "comm_hook": "bf16"}, "bf16"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fxddp.backend(**options)
+    with pytest.raises(RuntimeError, match="overlap"):
+        fxddp.backend(**given).register_comm_hook(None, lambda state, bucket: None)
