@@ -5,6 +5,7 @@ under no_sync  set aside ─ … ─ hand back
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _compat
+from .agreement import Proposal
 from .decision import Decision
 from .executor import Exceptions, bucket_views, run_pieces, scale_tensors
 from .packing import Assembly
@@ -20,7 +22,7 @@ from .refill import refill
 
 if TYPE_CHECKING:
     from .artifact import SplitBackward
-    from .backward import Backward
+    from .backward import Backward, Launched
     from .call import Call
 
 Where = tuple[int, int]
