@@ -13,7 +13,11 @@ what it reads, under `no_grad` too; `state_dict`, `load_state_dict`, a copy or p
 touch; the next backward settles everything. A parameter that eager code computes with is not left under way: its
 gradient was noticed in the backward. One that eager code takes up later, while it may have been under way, is refused
 by name in the backward of that use. Code that reads weights by itself calls `Backend.synchronize` first; autograd tells
-nobody of that.
+nobody of that. Code that writes them has to, too, and is noticed by their version.
+
+A backward of a forward that came before the one that left something under way (two losses of one forward, two forwards
+before two backwards) would read saved weights that change under it. So everything is settled before autograd unpacks
+them, and it refuses them by their version, as after any `optimizer.step()` in between.
 
 An update uses the optimizer's settings of the end of its backward: a scheduler's step comes in between.
 """
@@ -47,12 +51,20 @@ _busy: "weakref.WeakSet[UnderWay]" = weakref.WeakSet()
 class Late:
     """One bucket that is waited for in the next forward."""
 
-    __slots__ = ("bucket", "flat", "launched")
+    __slots__ = ("bucket", "flat", "launched", "versions")
 
     def __init__(self, launched: "Launched", bucket: Bucket, flat: Tensor) -> None:
         self.launched = launched
         self.bucket = bucket
         self.flat = flat
+        self.versions = tuple(map(_compat.data_version, launched.parameters))
+
+    def written(self) -> list[Tensor]:
+        """The parameters that somebody wrote to since."""
+        versions = map(_compat.data_version, self.launched.parameters)
+        return [
+            p for p, now, then in zip(self.launched.parameters, versions, self.versions, strict=True) if now != then
+        ]
 
 
 class UnderWay:
@@ -146,6 +158,12 @@ class UnderWay:
         launched, backend = late.launched, self._backend()
         assert backend is not None and self._group is not None
         assert self._record is not None and self._captured is not None
+        if written := late.written():
+            raise RuntimeError(
+                f'{backend.names(written)} changed while its update was under way (overlap="next_forward"): what was '
+                "written was computed from the value of the step before, or would be updated once more. Call "
+                "backend.synchronize() before code that writes to parameters by itself"
+            )
         with ranges.wait(launched.index):
             self._record.wait(launched.index)
             self._group.wait(launched.work, lambda: f"average {backend.names(launched.parameters)}")

@@ -245,6 +245,48 @@ def test_eager_code_that_takes_up_a_weight_under_way(pool: Pool, synchronizes: b
     pool.run(eager_use, synchronizes)
 
 
+def earlier_forward(rank: int, world: int, forwards: int) -> None:
+    """What an earlier forward saved changes when a backward has left updates under way: autograd has to see it."""
+    for options in (OVERLAP, {}):
+        module = seeded(0, Deep)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)  # fused ones change no versions
+        model, _ = compiled(module, inner="aot_eager", optimizer=optimizer, **options)
+        loss_of(model, 0).backward()
+        results = [model(data(each, 4, 8)) for each in range(forwards)]
+        first, second = results[0][:, 0].sum(), results[-1][:, 1].sum()
+        first.backward(retain_graph=True)
+        error = error_of(second.backward, f"a second backward with {options}")
+        expect("modified by an inplace operation" in str(error), f"as autograd says it: {error}")
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_a_backward_of_an_earlier_forward(pool: Pool, forwards: int):
+    pool.run(earlier_forward, forwards, discard=True)
+
+
+def written(rank: int, world: int, synchronizes: bool) -> None:
+    (module, _, model, backend), (reference, _, usual, _) = pairs(Deep, "aot_eager")
+    for step in range(3):
+        for each in (model, usual):
+            loss_of(each, step).backward()
+        if synchronizes:
+            backend.synchronize()
+        with torch.no_grad():
+            for each in (module, reference):
+                each.layers[1].weight.clamp_(-0.1, 0.1)
+        if not synchronizes:
+            error = error_of(lambda: loss_of(model, 1), "a forward after a write")
+            expect("layers.1.weight" in str(error) and "synchronize" in str(error), f"names them: {error}")
+            return
+    backend.synchronize()
+    expect_equal(weights(module), weights(reference), "after the last step")
+
+
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_code_that_writes_to_a_weight_under_way(pool: Pool, synchronizes: bool):
+    pool.run(written, synchronizes, discard=not synchronizes)
+
+
 def slow(rank: int, world: int) -> None:
     """On a network that is slow next to the processors buckets are held back, and leave as the next forward needs."""
     module, reference = seeded(0, Deep), seeded(0, Deep)
