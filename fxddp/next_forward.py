@@ -158,9 +158,9 @@ class UnderWay:
         launched, backend = late.launched, self._backend()
         assert backend is not None and self._group is not None
         assert self._record is not None and self._captured is not None
-        if written := late.written():
+        if changed := late.written():
             raise RuntimeError(
-                f'{backend.names(written)} changed while its update was under way (overlap="next_forward"): what was '
+                f'{backend.names(changed)} changed while its update was under way (overlap="next_forward"): what was '
                 "written was computed from the value of the step before, or would be updated once more. Call "
                 "backend.synchronize() before code that writes to parameters by itself"
             )
