@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from . import _compat, executor
+from . import _compat, executor, next_forward
 from .decision import GRAPH, Event
 from .group import Group
 from .passes.plan import BucketPlan
@@ -143,6 +143,7 @@ class Call:
         if _compat.compiled_autograd_enabled():
             raise RuntimeError(COMPILED_AUTOGRAD)
         refuse_distributed_autograd()
+        next_forward.settle(self.parameters)  # before autograd looks whether what was saved is as it was
         missing = [i for i, gradient in enumerate(gradients) if gradient is None]
         self.undefined = frozenset(missing)
         self.creates_graph = _compat.creates_graph()

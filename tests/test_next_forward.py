@@ -171,6 +171,13 @@ def test_a_transformer_with_dynamic_shapes(pool: Pool):
     pool.run(transformer)
 
 
+COPIES: dict[str, Any] = {
+    "optimizer": lambda optimizer: optimizer,
+    "deepcopy of the optimizer": copy.deepcopy,
+    "pickle of the optimizer": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
+
+
 def reads(rank: int, world: int, how: str) -> None:
     late, usual = pairs(Deep, "aot_eager")
     for step in range(3):
@@ -184,8 +191,10 @@ def reads(rank: int, world: int, how: str) -> None:
                 found.append(weights(copy.deepcopy(module)))
             elif how == "pickle":
                 found.append(weights(pickle.loads(pickle.dumps(module))))
-            elif how == "optimizer":
-                state = optimizer.state_dict()["state"]
+            elif how.endswith("optimizer"):
+                whole = COPIES[how](optimizer)
+                state = whole.state_dict()["state"]
+                expect(len(state) == len(weights(module)), f"{how}, step {step}: state of {len(state)} parameters")
                 found.append({str(i): each["exp_avg"].clone() for i, each in state.items()})
             elif how == "load_state_dict":
                 module.load_state_dict(seeded(7, Deep).state_dict())
@@ -202,7 +211,18 @@ def reads(rank: int, world: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["state_dict", "deepcopy", "pickle", "optimizer", "load_state_dict", "evaluation", "synchronize"]
+    "how",
+    [
+        "state_dict",
+        "deepcopy",
+        "pickle",
+        "optimizer",
+        "deepcopy of the optimizer",
+        "pickle of the optimizer",
+        "load_state_dict",
+        "evaluation",
+        "synchronize",
+    ],
 )
 def test_whoever_reads_weights_sees_new_ones(pool: Pool, how: str):
     pool.run(reads, how)
@@ -243,6 +263,21 @@ def eager_use(rank: int, world: int, synchronizes: bool) -> None:
 @pytest.mark.parametrize("synchronizes", [False, True])
 def test_eager_code_that_takes_up_a_weight_under_way(pool: Pool, synchronizes: bool):
     pool.run(eager_use, synchronizes)
+
+
+def two_forwards(rank: int, world: int) -> None:
+    """Of two forwards before two backwards the second backward is autograd's error, as after `optimizer.step()`."""
+    module = seeded(0, Deep)
+    model, _ = compiled(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), **OVERLAP)
+    loss_of(model, 0).backward()
+    first, second = loss_of(model, 1), loss_of(model, 2)
+    first.backward()
+    error = error_of(second.backward, "a backward through weights that were still under way")
+    expect("modified by an inplace operation" in str(error), f"autograd's error: {error}")
+
+
+def test_a_backward_whose_weights_were_updated_since_its_forward(pool: Pool):
+    pool.run(two_forwards)
 
 
 def slow(rank: int, world: int) -> None:
