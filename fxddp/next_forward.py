@@ -12,9 +12,9 @@ values of the step before. Nothing that fxddp, torch's checkpoints or copies rea
 what it reads, under `no_grad` too; `state_dict`, `load_state_dict`, a copy or pickle of a parameter settle what they
 touch; the next backward settles everything, before autograd looks whether what its forward saved has changed since: so
 a forward that ran before the last backward is an error, as ever. A parameter that eager code computes with is not left
-under way: its gradient was noticed in the backward. One that eager code takes up later, while it may have been under way, is refused
-by name in the backward of that use. Code that reads weights by itself calls `Backend.synchronize` first; autograd tells
-nobody of that.
+under way: its gradient was noticed in the backward. One that eager code takes up later, while it may have been under
+way, is refused by name in the backward of that use. Code that reads weights by itself calls `Backend.synchronize`
+first; autograd tells nobody of that.
 
 An update uses the optimizer's settings of the end of its backward: a scheduler's step comes in between.
 """

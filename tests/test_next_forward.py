@@ -178,7 +178,7 @@ COPIES: dict[str, Any] = {
 }
 
 
-def reads(rank: int, world: int, how: str) -> None:  # noqa: C901 (one way to read after the other)
+def reads(rank: int, world: int, how: str) -> None:
     late, usual = pairs(Deep, "aot_eager")
     for step in range(3):
         for _, _, model, _ in (late, usual):
