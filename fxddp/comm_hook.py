@@ -8,6 +8,7 @@ enqueued, in order.
 
 import threading
 import typing
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,7 @@ class CommHook:
         self.name = getattr(hook, "__qualname__", type(hook).__qualname__)
         self._state = state
         self._hook = hook
-        self._last: HookWork | None = None
+        self._last: weakref.ref[HookWork] | None = None
 
     def start(
         self,
@@ -150,8 +151,10 @@ class CommHook:
             return Failed(f"communication hook {self.name} failed for bucket {index} ({names(members)}): {error}")
 
         travels(flat.nbytes)
-        if self._last is not None and self._hook not in SINGLE and group.backend_name == "gloo":
-            group.wait(self._last, lambda: f"run communication hook {self.name}")
+        last = None if self._last is None else self._last()  # of this graph or another
+        unfinished = last is not None and not last.is_completed()
+        if unfinished and self._hook not in SINGLE and group.backend_name == "gloo":
+            group.wait(last, lambda: f"run communication hook {self.name}")
         group.settle()
         group.count()
         try:
@@ -159,7 +162,7 @@ class CommHook:
             work = HookWork(future, flat, failed)
         except Exception as error:
             raise failed(error) from error
-        self._last = None if is_last else work
+        self._last = weakref.ref(work)
         return work
 
 

@@ -137,6 +137,10 @@ class OptimizerInBackward:
                 self._parts.clear()
             part = self._parts[key] = _Part(self._optimizer, self._group_of, ready, compiles=self._compiles)
         part.step(_settings(self._optimizer) if settings is None else settings)
+        if any(
+            group.get("fused") for group in self._optimizer.param_groups
+        ):  # the kernel itself tells autograd nothing
+            torch.autograd.graph.increment_version(ready)
         self._updated.update(key)
         _compat.note_step(self._optimizer)
         for parameter in ready:

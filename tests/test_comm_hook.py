@@ -6,6 +6,8 @@ does batched PowerSGD anywhere, whose matrices its own check refuses (torch 2.13
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
@@ -29,6 +31,7 @@ from tests.live.lab import (
     Mlp,
     average,
     compiled,
+    data,
     error_of,
     expect,
     expect_equal,
@@ -256,3 +259,46 @@ def test_errors_of_hooks(pool: Pool):
         assert "must be callable" in messages[0]
         assert "annotation should be dist.GradBucket" in messages[1]
         assert "the communication hook differs between ranks: fp16_compress_hook on rank 1" in messages[2]
+
+
+class InTwo(nn.Module):
+    """Two graphs with a bucket each, of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16, bias=False)
+        self.second = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def two_graphs(rank: int, world: int) -> None:
+    """The hook of a graph's last bucket goes on in another thread, later on one rank, when the next graph starts."""
+
+    def slower(state: Any, bucket: dist.GradBucket) -> Any:
+        def again(future: Any) -> Tensor:
+            time.sleep(0.2 * rank)
+            tensor = future.value()[0]
+            dist.all_reduce(tensor)
+            return tensor / (world * world)
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
+
+    module = seeded(0, InTwo)
+    model, backend = compiled(module)
+    backend.register_comm_hook(None, slower)
+    for step in range(2):
+        module.zero_grad()
+        model(data(step, 4, 16)).square().mean().backward()
+        twin = copy.deepcopy(module)
+        twin.zero_grad()
+        twin(data(step, 4, 16)).square().mean().backward()
+        expect_equal(gradients(module), average(gradients(twin)), f"step {step}", tol=1e-6)
+    expect(backend.stats().last.graphs == [1, 0], f"two graphs: {backend.stats().last.graphs}")
+
+
+def test_hooks_keep_their_order_from_graph_to_graph(pool: Pool):
+    pool.run(two_graphs)

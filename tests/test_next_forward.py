@@ -171,6 +171,13 @@ def test_a_transformer_with_dynamic_shapes(pool: Pool):
     pool.run(transformer)
 
 
+COPIES: dict[str, Any] = {
+    "optimizer": lambda optimizer: optimizer,
+    "deepcopy of the optimizer": copy.deepcopy,
+    "pickle of the optimizer": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
+
+
 def reads(rank: int, world: int, how: str) -> None:
     late, usual = pairs(Deep, "aot_eager")
     for step in range(3):
@@ -184,8 +191,10 @@ def reads(rank: int, world: int, how: str) -> None:
                 found.append(weights(copy.deepcopy(module)))
             elif how == "pickle":
                 found.append(weights(pickle.loads(pickle.dumps(module))))
-            elif how == "optimizer":
-                state = optimizer.state_dict()["state"]
+            elif how in COPIES:
+                whole = COPIES[how](optimizer)
+                state = whole.state_dict()["state"]
+                expect(len(state) == len(weights(module)), f"{how}, step {step}: state of {len(state)} parameters")
                 found.append({str(i): each["exp_avg"].clone() for i, each in state.items()})
             elif how == "load_state_dict":
                 module.load_state_dict(seeded(7, Deep).state_dict())
@@ -202,7 +211,18 @@ def reads(rank: int, world: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["state_dict", "deepcopy", "pickle", "optimizer", "load_state_dict", "evaluation", "synchronize"]
+    "how",
+    [
+        "state_dict",
+        "deepcopy",
+        "pickle",
+        "optimizer",
+        "deepcopy of the optimizer",
+        "pickle of the optimizer",
+        "load_state_dict",
+        "evaluation",
+        "synchronize",
+    ],
 )
 def test_whoever_reads_weights_sees_new_ones(pool: Pool, how: str):
     pool.run(reads, how)
@@ -245,11 +265,11 @@ def test_eager_code_that_takes_up_a_weight_under_way(pool: Pool, synchronizes: b
     pool.run(eager_use, synchronizes)
 
 
-def earlier_forward(rank: int, world: int, forwards: int) -> None:
+def earlier_forward(rank: int, world: int, forwards: int, fused: bool) -> None:
     """What an earlier forward saved changes when a backward has left updates under way: autograd has to see it."""
     for options in (OVERLAP, {}):
         module = seeded(0, Deep)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)  # fused ones change no versions
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, fused=fused)
         model, _ = compiled(module, inner="aot_eager", optimizer=optimizer, **options)
         loss_of(model, 0).backward()
         results = [model(data(each, 4, 8)) for each in range(forwards)]
@@ -259,9 +279,9 @@ def earlier_forward(rank: int, world: int, forwards: int) -> None:
         expect("modified by an inplace operation" in str(error), f"as autograd says it: {error}")
 
 
-@pytest.mark.parametrize("forwards", [1, 2])
-def test_a_backward_of_an_earlier_forward(pool: Pool, forwards: int):
-    pool.run(earlier_forward, forwards, discard=True)
+@pytest.mark.parametrize(("forwards", "fused"), [(1, False), (2, False), (2, True)])
+def test_a_backward_of_an_earlier_forward(pool: Pool, forwards: int, fused: bool):
+    pool.run(earlier_forward, forwards, fused, discard=True)
 
 
 def written(rank: int, world: int, synchronizes: bool) -> None:

@@ -49,10 +49,10 @@ def before_clipping(guard: Callable[[Iterable[Tensor]], None]) -> None:
 @functools.cache
 def before_saving(settle: Callable[[Iterable[Tensor]], None]) -> None:
     """Has `settle` called with the parameters of a module or optimizer that is about to be saved, loaded or copied."""
-    saved: tuple[tuple[type, Callable[[Any], Iterable[Tensor]], tuple[str, str]], ...] = (
+    saved: tuple[tuple[type, Callable[[Any], Iterable[Tensor]], tuple[str, ...]], ...] = (
         (torch.nn.Module, lambda module: module.parameters(), ("state_dict", "load_state_dict")),
         (torch.nn.Parameter, lambda parameter: (parameter,), ("__deepcopy__", "__reduce_ex__")),
-        (Optimizer, _members, ("state_dict", "load_state_dict")),
+        (Optimizer, _members, ("state_dict", "load_state_dict", "__getstate__")),
     )
     for owner, members, names in saved:
         for name in names:
