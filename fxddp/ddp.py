@@ -223,6 +223,7 @@ class DistributedDataParallel(Members):
         self.backend = ModuleBackend(self._settings, self.module, frozenset(self.parameters_to_ignore))
         self._clock = ForwardClock()
         self._structure = Structure(self.module)
+        _compat.mark_states(self)
         reduction = precision.reduction(self.mixed_precision, self.backend.shared_parameters().values())
         if reduction is not None:
             self.backend.registered.carry_by(reduction)

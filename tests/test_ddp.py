@@ -104,6 +104,39 @@ def training(rank: int, world: int, options: dict[str, Any]) -> None:
     expect_equal(ours.module.state_dict(), fresh.state_dict(), "state loaded from torch's wrapper")
 
 
+class Holder(nn.Module):
+    """One whose own names are those of a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Normed()
+
+
+def saved(rank: int, world: int) -> None:
+    """A wrapper's state has DistributedDataParallel's names, and goes into whatever module has them or those inside."""
+    ours, stock = wrapped(seeded(rank, Normed)), Stock(seeded(rank, Normed))
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file)
+    expect(list(state) == list(stock.state_dict()), "DistributedDataParallel's names")
+    plain, holder, copied = Normed(), Holder(), copy.deepcopy(ours)
+    for each in (plain, holder, stock, copied):
+        each.load_state_dict(state)
+    expect_equal(plain.state_dict(), ours.module.state_dict(), "the plain module")
+    for each in (holder, stock, copied):
+        expect_equal(each.state_dict(), ours.state_dict(), type(each).__name__)
+    nn.Sequential(Normed()).load_state_dict(nn.Sequential(copied.module).state_dict())
+    Normed().load_state_dict(copied.state_dict())
+    fewer = {name: value for name, value in ours.module.state_dict().items() if "norm" not in name}
+    for wrong in (stock.state_dict(), dict(state), fewer):
+        expect("Missing key" in str(error_of(lambda: Normed().load_state_dict(wrong))), "a state that says nothing")  # noqa: B023
+
+
+def test_a_state_dict_goes_into_the_plain_module(pool: Pool):
+    pool.run(saved)
+
+
 @pytest.mark.parametrize("options", [{}, {"split": False}, {"compile": False}, {"inner": "inductor"}], ids=str)
 def test_trains_as_stock(pool: Pool, options: dict[str, Any]):
     pool.run(training, options, timeout=180)

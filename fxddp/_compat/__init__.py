@@ -97,6 +97,7 @@ from .optimizer import (
     part_of,
     when_scaled,
 )
+from .state import mark_states
 
 __all__ = [
     "accumulates",
@@ -148,6 +149,7 @@ __all__ = [
     "load_piece",
     "map_tensors",
     "mark_boxed",
+    "mark_states",
     "mutated_inputs",
     "no_view",
     "note_step",
