@@ -58,6 +58,7 @@ class Event:
         owner: the number of the backend.
         cast: rank 0's bytes go out with its record.
         order: the buckets as they are launched, if that is another order than theirs.
+        nbytes: of the buffers it concerns.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Event:
     owner: int = 0
     cast: bool = False
     order: tuple[int, ...] = ()
+    nbytes: int = 0
 
     @cached_property
     def members(self) -> tuple[int, ...]:
@@ -80,7 +82,7 @@ class Event:
         """Six integers that are equal where events are."""
         layout = chain.from_iterable((*bucket, -1) for bucket in self.buckets)
         sets = (self.members, layout, self.unused, self.hooked)
-        details = repr((self.details, self.owner, self.waiting, self.cast, self.order)).encode()
+        details = repr((self.details, self.owner, self.waiting, self.cast, self.order, self.nbytes)).encode()
         return (KINDS.index(self.kind), *(_digest(array("q", numbers).tobytes()) for numbers in sets), _digest(details))
 
     @cached_property
@@ -101,7 +103,7 @@ class Event:
 
     def to_json(self) -> dict[str, Any]:
         """The event in JSON's types."""
-        fields = ("kind", "buckets", "unused", "hooked", "waiting", "details", "owner", "cast", "order")
+        fields = ("kind", "buckets", "unused", "hooked", "waiting", "details", "owner", "cast", "order", "nbytes")
         return {name: getattr(self, name) for name in fields}
 
     @staticmethod
@@ -110,7 +112,7 @@ class Event:
         buckets = tuple(map(tuple, data["buckets"]))
         unused, hooked, waiting = (tuple(data[name]) for name in ("unused", "hooked", "waiting"))
         details, owner, cast, order = data["details"], data["owner"], data["cast"], tuple(data["order"])
-        return Event(data["kind"], buckets, unused, hooked, waiting, details, owner, cast, order)
+        return Event(data["kind"], buckets, unused, hooked, waiting, details, owner, cast, order, data["nbytes"])
 
 
 @cache
@@ -270,6 +272,12 @@ def _difference(active: dict[int, Event], name: Callable[[int], str]) -> str:
         )
     if event.kind == HOOKS and event.details != first.details:
         return hooks_differ(f"rank {other}", event.details, f"rank {rank}", first.details)
+    if event.kind == BUFFERS and event.nbytes != first.nbytes and not parts:
+        return (
+            f"buffers differ in size: {first.nbytes} bytes on rank {rank}, {event.nbytes} on rank {other}. Give them "
+            "the same shapes on all ranks, or leave them alone: forward_sync_buffers=False, or the wrapper's "
+            "_ddp_params_and_buffers_to_ignore"
+        )
     if event.kind == BUFFERS:
         return (
             f"ranks break the model into different graphs, whose buffers differ: {'; '.join(parts)}. Use "

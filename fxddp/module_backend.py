@@ -51,7 +51,7 @@ class ModuleBackend(Backend):
         self._own: dict[int, weakref.ref[Tensor]] = {}
         self._awaited = 0.0
         self._marks: dict[int, bool] = {}
-        self._buffer_events: dict[Any, Event] = {}
+        self._buffers: tuple[Any, Event] = ((), Event(BUFFERS))
         self.watch = _Watch(self)
         self.modules = Modules(self.watch)
         self._sparse: set[int] = set()
@@ -116,10 +116,11 @@ class ModuleBackend(Backend):
         """
         if not buffers or group.size == 1:
             return
-        key = (owner := self.replica.owner(group), *buffers)
-        if key not in self._buffer_events:  # by name: a user may replace a buffer, on one rank alone
-            self._buffer_events[key] = Event(BUFFERS, details=list(buffers), owner=owner)
-        send_before_forward(self, self._buffer_events[key], list(buffers.values()), group)
+        size = sum(buffer.nbytes for buffer in buffers.values())
+        key = (owner := self.replica.owner(group), size, *buffers)
+        if self._buffers[0] != key:  # by name: a user may replace a buffer, on one rank alone
+            self._buffers = (key, Event(BUFFERS, details=list(buffers), owner=owner, nbytes=size))
+        send_before_forward(self, self._buffers[1], list(buffers.values()), group)
 
     def receive_buffers(self, names: Sequence[str], group: Group, root: int) -> None:
         """What a rank without inputs does while others are in `send_buffers`."""

@@ -9,6 +9,7 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,10 @@ class Replica:
         """True until `contact` met this tensor on this group, and again when it was converted in place."""
         reference, met, _, layout = self._met.get(id(tensor), (None, None, 0, None))
         return reference is None or reference() is not tensor or met is not group or layout != _layout(tensor)
+
+    def has_met(self, tensor: Tensor) -> bool:
+        """Whether a tensor has a number."""
+        return id(tensor) in self._met
 
     def __contains__(self, number: int) -> bool:
         return number in self._by_number
@@ -208,7 +213,8 @@ class Replica:
             return
         backend = self._backend()
         assert backend is not None
-        event = Event(BUFFERS, (tuple(map(self.number, buffers)),), owner=self.owner(group))
+        size = sum(map(_nbytes, buffers))
+        event = Event(BUFFERS, (tuple(map(self.number, buffers)),), owner=self.owner(group), nbytes=size)
         send_before_forward(backend, event, buffers, group)
 
     @torch.no_grad()
@@ -225,6 +231,8 @@ class Replica:
                     overwrite([tensor], [value])
         return late
 
+
+_nbytes = attrgetter("nbytes")
 
 EQUAL_STARTS = (
     "Start from equal weights on all ranks (the same seed, or a broadcast), or compile the whole module, so that fxddp "

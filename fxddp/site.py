@@ -94,7 +94,10 @@ class Site:
         if binding.group is not group:
             self._meet(binding, arguments, group)
         if sync and backend.settings.forward_sync_buffers and not _compat.in_backward():  # recomputes: no new values
-            backend.replica.sync_buffers(self._buffers(arguments), group)
+            buffers = self._buffers(arguments)
+            if not all(map(backend.replica.has_met, buffers)):  # another tensor stands for one by now
+                self._meet(binding, arguments, group)
+            backend.replica.sync_buffers(buffers, group)
         if backend.registered.optimizer is not None and _compat.in_backward() and _compat.restricted_to() is None:
             backend.backward()  # around that of a re-entrant checkpoint, which must not update what it shares
         since = _compat.sequence_number()

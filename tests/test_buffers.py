@@ -169,3 +169,37 @@ def sparse(rank: int, world: int, wraps: bool, layout: torch.layout) -> str:
 def test_a_sparse_buffer_is_refused_by_name(pool: Pool, wraps: bool, layout: torch.layout):
     for message in pool.run(sparse, wraps, layout, discard=True):
         assert "shift is a sparse tensor" in message
+
+
+class Caching(nn.Module):
+    """A model whose forward writes to a buffer of any size."""
+
+    cache: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.register_buffer("cache", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache.mul_(2)
+        return self.linear(x) + self.cache.mean()
+
+
+def grown(rank: int, world: int, wraps: bool, large: int) -> str:
+    module = seeded(0, Caching)
+    model = fxddp.DistributedDataParallel(module, inner="aot_eager") if wraps else compiled(module)[0]
+    for size in (4, 6, large, large):  # on all ranks alike
+        module.cache = torch.ones(size) * (rank + 1)
+        loss_of(model, size).backward()
+        expect_equal({"cache": module.cache}, {"cache": torch.full((size,), 2.0)}, f"rank 0's, of size {size}")
+    module.cache = torch.ones(large + rank)
+    return str(error_of(lambda: loss_of(model, 2).backward()))
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("large", [8, CAST_BYTES // 4 + 8])
+def test_buffers_of_other_sizes_are_refused_on_all_ranks(pool: Pool, wraps: bool, large: int):
+    for message in pool.run(grown, wraps, large, discard=True):
+        sizes = ("differ in size", str(4 * large + 4)) if wraps else ("model differs between ranks", str(large + 1))
+        assert all(part in message for part in sizes), message
