@@ -8,9 +8,9 @@ So the link works while the forward computes, and where it is the bottleneck a s
 that and the forward: the schedule of P3 and ByteScheduler (see `passes/launching.py`), in a compiled program.
 
 Note [stale weights]: between a backward and the forward that reads them, parameters of buckets under way hold the
-values of the step before. Nothing that fxddp, torch's checkpoints or copies read is stale: every compiled graph settles
-what it reads, under `no_grad` too; `state_dict`, `load_state_dict`, a copy or pickle of a parameter settle what they
-touch; the next backward settles everything. A parameter that eager code computes with is not left under way: its
+values of the step before. Nothing that fxddp, torch's checkpoints or copies read is stale: every graph compiled with it
+settles what it reads, under `no_grad` too; `state_dict`, `load_state_dict`, a copy or pickle of a parameter settle what
+they touch; the next backward settles everything. A parameter that eager code computes with is not left under way: its
 gradient was noticed in the backward. One that eager code takes up later, while it may have been under way, is refused
 by name in the backward of that use. Code that reads weights by itself calls `Backend.synchronize` first; autograd tells
 nobody of that. Code that writes them has to, too, and is noticed by their version.
@@ -24,7 +24,7 @@ An update uses the optimizer's settings of the end of its backward: a scheduler'
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .backward import Launched
     from .group import Group
-    from .optimizer import Captured
     from .stats import BackwardRecord
 
 _local = threading.local()
@@ -79,24 +78,26 @@ class UnderWay:
         self._late: list[Late] = []
         self._of: dict[int, Late] = {}
         self._group: Group | None = None
-        self._captured: Captured | None = None
+        self._update: Callable[[Iterable[Tensor]], None] | None = None
         self._record: BackwardRecord | None = None
         self._broken = ""
         self.doubtful: set[int] = set()
         _guard()
 
-    def add(self, late: Sequence[Late], group: "Group", captured: "Captured", record: "BackwardRecord") -> None:
+    def add(
+        self, late: Sequence[Late], group: "Group", update: Callable[[Iterable[Tensor]], None], record: "BackwardRecord"
+    ) -> None:
         """Takes over what a backward has launched and not waited for, in the order of launches.
 
         Args:
             late: the buckets.
             group: the ranks.
-            captured: updates their parameters with the settings of this moment.
+            update: updates their parameters with the settings of this moment.
             record: the backward's.
         """
         self._late = list(late)
         self._of = {id(p): each for each in late for p in each.launched.parameters}
-        self._group, self._captured, self._record = group, captured, record
+        self._group, self._update, self._record = group, update, record
         self.doubtful.update(self._of)
         _busy.add(self)
 
@@ -146,7 +147,7 @@ class UnderWay:
         if late and not self._late:
             assert self._record is not None
             self._record.stop_looking()
-            self._group = self._captured = self._record = None
+            self._group = self._update = self._record = None
             _busy.discard(self)
 
     def _first_arrived(self, wanted: Late) -> Late:
@@ -157,7 +158,7 @@ class UnderWay:
     def _finish(self, late: Late) -> None:
         launched, backend = late.launched, self._backend()
         assert backend is not None and self._group is not None
-        assert self._record is not None and self._captured is not None
+        assert self._record is not None and self._update is not None
         if changed := late.written():
             raise RuntimeError(
                 f'{backend.names(changed)} changed while its update was under way (overlap="next_forward"): what was '
@@ -173,7 +174,7 @@ class UnderWay:
         for parameter, view in zip(launched.parameters, bucket_views(late.bucket, late.flat), strict=True):
             parameter.grad = view
         late.flat = None  # type: ignore[assignment]  # whose views go with the gradients
-        self._captured.update(launched.parameters)
+        self._update(launched.parameters)
         for parameter, grad in written:  # what somebody wrote there since
             parameter.grad = grad
         self._late.remove(late)

@@ -23,7 +23,7 @@ import functools
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,11 +106,11 @@ class OptimizerInBackward:
             self._group_of = group_of
             self._parts.clear()
 
-    def capture(self, parameters: Iterable[Tensor]) -> "Captured":
+    def capture(self, parameters: Iterable[Tensor]) -> Callable[[Iterable[Tensor]], None]:
         """What updates these parameters later, with the settings of now; until then it counts as done."""
         self._updated.update(map(id, parameters))
         _compat.note_step(self._optimizer)
-        return Captured(self, _settings(self._optimizer))
+        return functools.partial(self.update, settings=_settings(self._optimizer))
 
     def knows(self, parameters: Iterable[Tensor]) -> bool:
         """Whether all of these are the optimizer's, as of `begin`."""
@@ -137,26 +137,13 @@ class OptimizerInBackward:
                 self._parts.clear()
             part = self._parts[key] = _Part(self._optimizer, self._group_of, ready, compiles=self._compiles)
         part.step(_settings(self._optimizer) if settings is None else settings)
-        if any(
-            group.get("fused") for group in self._optimizer.param_groups
-        ):  # the kernel itself tells autograd nothing
+        # a fused kernel itself tells autograd nothing
+        if any(group.get("fused") for group in self._optimizer.param_groups):
             torch.autograd.graph.increment_version(ready)
         self._updated.update(key)
         _compat.note_step(self._optimizer)
         for parameter in ready:
             parameter.grad = None
-
-
-class Captured:
-    """An optimizer with the settings that its groups had at some moment."""
-
-    def __init__(self, optimizer: OptimizerInBackward, settings: Settings) -> None:
-        self._optimizer = optimizer
-        self._settings = settings
-
-    def update(self, parameters: Iterable[Tensor]) -> None:
-        """As `OptimizerInBackward.update`."""
-        self._optimizer.update(parameters, self._settings)
 
 
 def _settings(optimizer: Optimizer) -> Settings:

@@ -138,7 +138,7 @@ def _assign(graph: fx.Graph, weights: set[fx.Node], size: int) -> list[list[fx.N
 
 
 def _light(graph: fx.Graph, weights: set[fx.Node]) -> set[fx.Node]:
-    """What only looks at one of these, or casts it: it belongs to whoever computes with the result."""
+    """What makes one value of one of these alone, as a view or a cast does: it belongs to whoever reads the result."""
     light: set[fx.Node] = set()
     for node in graph.nodes:
         parents = node.all_input_nodes
