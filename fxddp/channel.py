@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from . import _compat
 from .connecting import own_address
+from .notes import Note, Notes
 from .whereabouts import Place, Whereabouts
 from .wire import PeerGone, Wire
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 STALL = 1.0
 """Seconds that a wait may take before this rank looks for notes of the others."""
+
+GRACE = 10.0
+"""Seconds that a wait may take although a rank that started all of the same collectives has given up this step."""
 
 ASK = 2.0
 """Seconds that a wait may take before this rank asks the others where they are."""
@@ -107,6 +111,7 @@ class Channel:
         self.timeout: timedelta = _compat.group_timeout(group.process_group)
         self._store = group.store(f"fxddp/{token}")
         self._wire = Wire(self.rank, self.size, group.store(f"fxddp/{token}/wire"), self.timeout)
+        self._notes = Notes(self.rank, self.size, self._store)
         self._whereabouts = Whereabouts(self.rank, self.size, own_address(self._store), self._store)
         self._global_rank = dist.get_global_rank(group.process_group, self.rank)
         self._lock = threading.RLock()
@@ -220,7 +225,7 @@ class Channel:
                 self._lost(what, None)
             with suppress(dist.DistError):
                 self._store.set(f"at/{self.rank}", str(self.step))
-                self._look(what)
+                self._look(what, patient=time.monotonic() - since < GRACE)
                 if time.monotonic() - since >= ASK:
                     before, places = places, self._whereabouts.ask()
                     self._refuse_deadlock(before, places, what)
@@ -232,23 +237,27 @@ class Channel:
                 why = LEFT_JOIN if place.left_join else OTHER_STEPS
                 self._break(f"rank {self.rank} was about to {what()}, but rank {rank} waits for it {place}: {why}")
 
-    def _look(self, what: Callable[[], str]) -> None:
+    def _look(self, what: Callable[[], str], *, patient: bool = False) -> None:
         """Reads what other ranks noted: raises if one of them will not come to where this rank waits."""
-        if not self._store.check(["noted"]):
-            return
-        for rank in range(self.size):
-            if rank == self.rank or not self._store.check([f"note/{rank}"]):
-                continue
-            note = json.loads(self._store.get(f"note/{rank}"))
-            here = self._given_up.get(note["step"])
-            # given up here or in the step before, when it goes on with the step after
-            if note["lost"] or (here is None and note["step"] in (self.step, self.step - 1)):
-                self._break(f"rank {self.rank} was about to {what()}, but rank {rank} {note['text']}")
-            if here is not None and here != note["launched"]:
+        for note in self._notes.others():
+            here = self._given_up.get(note.step)
+            if note.lost or (here is None and self._is_in_vain(note, patient=patient)):
+                self._break(f"rank {self.rank} was about to {what()}, but rank {note.rank} {note.text}")
+            if here is not None and here != note.launched:
                 self._break(
-                    f"ranks gave up a backward at different points: rank {rank} {note['text']}, after "
-                    f"{note['launched']} collectives of the run; rank {self.rank} after {here}"
+                    f"ranks gave up a backward at different points: rank {note.rank} {note.text}, after "
+                    f"{note.launched} collectives of the run; rank {self.rank} after {here}"
                 )
+
+    def _is_in_vain(self, note: Note, *, patient: bool) -> bool:
+        """Whether this rank waits for one that gave up a step.
+
+        What that rank had started before will arrive, and may well end here as it did there: in an exception. But the
+        further collectives of a communication hook are not counted.
+        """
+        if note.step == self.step:
+            return not patient or note.launched < self.launched
+        return note.step == self.step - 1  # it goes on with the step after
 
     def _lost(self, what: Callable[[], str], error: Exception | None) -> None:
         missing: list[int] = []
@@ -276,7 +285,7 @@ class Channel:
     def _break(self, message: str, cause: BaseException | None = None) -> None:
         """Gives up the channel for good: its ranks cannot know any more where the others are."""
         self._broken = f"{message}. The ranks lost each other there: start the training again from a checkpoint"
-        self._note(f"lost the others: {message}", lost=True)
+        self._notes.leave(self.step, self.launched, f"lost the others: {message}", lost=True)
         raise RanksDisagree(message) from cause
 
     def close(self) -> None:
@@ -289,14 +298,8 @@ class Channel:
     def give_up(self, reason: str) -> None:
         """Notes that this rank will launch nothing more of this step; that is a step of its own."""
         self._given_up = {self.step: self.launched}
-        self._note(f"gave up there: {reason}", lost=False)
+        self._notes.leave(self.step, self.launched, f"gave up there: {reason}", lost=False)
         self.step += 1
-
-    def _note(self, text: str, *, lost: bool) -> None:
-        note = {"step": self.step, "launched": self.launched, "text": text, "lost": lost}
-        with suppress(RuntimeError):  # the store's process may be gone; what matters is the error that brought us here
-            self._store.set(f"note/{self.rank}", json.dumps(note))
-            self._store.set("noted", "")
 
     def drain(self, work: Any, patience: timedelta) -> bool:
         """Waits for launched gloo work that nobody will use; False if the others will not come."""
@@ -313,6 +316,9 @@ class Channel:
     def refuse_steps(self, rows: Sequence[Sequence[int]]) -> None:
         """Raises for records of ranks that are at different steps."""
         where = "; ".join(f"rank {rank}: step {row[0]}, {row[1]} collectives" for rank, row in enumerate(rows))
+        last = min(row[0] for row in rows) - 1
+        with suppress(dist.DistError):
+            where += "".join(f"; rank {note.rank} {note.text}" for note in self._notes.gave_up() if note.step >= last)
         self._break(
             f"ranks are at different steps ({where}): a backward was given up, or ran, on some ranks only. All ranks "
             "must skip a step, or none"

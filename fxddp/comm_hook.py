@@ -72,6 +72,7 @@ class HookWork:
         self._flat = flat
         self._failed = failed
         self._done = threading.Event()
+        self._taken = False
         if not hasattr(future, "add_done_callback"):
             raise TypeError(f"callback must return a torch.futures.Future object, but got {type(future).__name__}")
         future.add_done_callback(lambda _: self._done.set())
@@ -81,7 +82,7 @@ class HookWork:
         return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Waits for the hook's result and puts it into the bucket.
+        """Waits for the hook's result and puts it into the bucket; does nothing once that was done, or raised.
 
         Raises:
             Failed: the hook failed.
@@ -89,6 +90,9 @@ class HookWork:
         """
         if timeout is not None and not self._done.wait(timeout.total_seconds()):
             raise RuntimeError("timed out")
+        if self._taken:
+            return
+        self._taken = True
         try:
             result = self._future.wait()
         except Exception as error:
@@ -152,8 +156,8 @@ class CommHook:
 
         travels(flat.nbytes)
         last = None if self._last is None else self._last()  # of this graph or another
-        unfinished = last is not None and not last.is_completed()
-        if unfinished and self._hook not in SINGLE and group.backend_name == "gloo":
+        if last is not None and self._hook not in SINGLE and group.backend_name == "gloo":
+            # even if it is done: had it failed, all ranks must stop at this one
             group.wait(last, lambda: f"run communication hook {self.name}")
         group.settle()
         group.count()

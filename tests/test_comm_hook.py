@@ -216,6 +216,7 @@ def failing(rank: int, world: int) -> list[str]:
 
     def later(state: Any, bucket: dist.GradBucket) -> Any:
         def fail(_: Any) -> Any:
+            time.sleep(2.5 * rank)  # until this rank has read that the other one gave up
             raise Broken("later")
 
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(fail)

@@ -715,7 +715,7 @@ def given_up_alone(rank: int, world: int) -> list[str]:
 def test_a_rank_that_gives_up_alone(pool: Pool):
     (mine, later), (theirs, again) = pool.run(given_up_alone, discard=True)
     assert mine == "on purpose"
-    assert theirs.startswith("rank 1 was about to average last.bias")
+    assert "rank 0 gave up there: an exception outside of fxddp" in theirs
     assert "different steps" in later and "lost each other there" in again
 
 

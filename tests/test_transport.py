@@ -16,6 +16,7 @@ import fxddp
 from fxddp import _compat
 from fxddp.agreement import Agreement
 from fxddp.transport import Staged, Stages
+from fxddp.units import count
 from tests.live.lab import (
     SMALL,
     Mlp,
@@ -63,7 +64,7 @@ def routes_of(kind: str, world: int) -> set[str]:
         return {f"all-reduce over group {i}" for i in range(3)}
     if kind == "ring":
         return {"reduce-scatter, all-gather"}
-    inside, across = f"inside ({world // int(kind)} ranks)", f"across ({kind} ranks)"
+    inside, across = f"inside ({count(world // int(kind), 'rank')})", f"across ({count(int(kind), 'rank')})"
     return {f"reduce-scatter {inside}, all-reduce {across}, all-gather {inside}"}
 
 
