@@ -8,33 +8,25 @@ own, which its warm run finds filled. `local` is plain `torch.compile` without c
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch._inductor.compile_fx  # not a matter of modes: imported before the clock starts
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from benchmarks.models import MODELS
+from benchmarks.ranks import on_ranks
 from benchmarks.step_time import BASELINE, MODES, USUAL_MODES, build
 
 STEPS = 2
 
 
-def rank_main(rank: int, ranks: int, folder: str, what: tuple[str, str, float]) -> None:
-    """Times the first steps and leaves the slower rank's seconds in the folder."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    model, mode, bucket_mb = what
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/rank{rank}"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+def first_steps(rank: int, caches: str, model: str, mode: str, bucket_mb: float) -> float:
+    """Seconds of the first steps on the slower rank."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/rank{rank}"
     run = build(mode, model, rank=rank, bucket_mb=bucket_mb)
     dist.barrier()
     begin = time.perf_counter()
@@ -43,21 +35,14 @@ def rank_main(rank: int, ranks: int, folder: str, what: tuple[str, str, float]) 
         run.call(*run.inputs).backward()
     seconds = torch.tensor(time.perf_counter() - begin)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    if rank == 0:
-        Path(folder, "seconds").write_text(json.dumps(seconds.item()))
-    dist.barrier()
-    dist.destroy_process_group()
+    return seconds.item()
 
 
-def measure(model: str, mode: str, bucket_mb: float) -> tuple[float, float]:
+def cold_and_warm(model: str, mode: str, bucket_mb: float) -> tuple[float, float]:
     """What the slower of two ranks took, cold and then warm."""
-    with tempfile.TemporaryDirectory(prefix="fxddp-compile-") as folder:
-        found = []
-        for _ in range(2):
-            Path(folder, "meeting").unlink(missing_ok=True)
-            spawn(rank_main, (2, folder, (model, mode, bucket_mb)), nprocs=2)
-            found.append(json.loads(Path(folder, "seconds").read_text()))
-        return found[0], found[1]
+    with tempfile.TemporaryDirectory(prefix="fxddp-compile-") as caches:
+        cold, warm = (on_ranks(first_steps, caches, model, mode, bucket_mb) for _ in range(2))
+        return cold, warm
 
 
 def main() -> None:
@@ -76,7 +61,7 @@ def main() -> None:
         taken: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
         for _ in range(arguments.rounds):
             for mode in modes:
-                taken[mode].append(measure(model, mode, arguments.bucket_mb))
+                taken[mode].append(cold_and_warm(model, mode, arguments.bucket_mb))
         print(f"\n{model}, buckets of {arguments.bucket_mb:g} MiB, {STEPS} steps:\n")
         print("| | cold | ÷ local | warm | ÷ local |\n|---|---|---|---|---|")
         base = [statistics.median(pair[i] for pair in taken[BASELINE]) for i in (0, 1)]

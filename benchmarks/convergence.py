@@ -17,7 +17,6 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,9 +27,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 import fxddp
+from benchmarks.ranks import on_ranks
 from examples.train_gpt import GPT, Sequences
 
 BUCKET_MB = 0.05  # several buckets in these small models
@@ -158,11 +157,8 @@ Outcomes = dict[str, dict[str, list[Outcome]]]
 """By task and way, those of each seed."""
 
 
-def train_all(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> None:
-    """All runs, on one rank."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+def train_all(rank: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All runs, on one rank: plain data of `Outcomes`."""
     found: Outcomes = {}
     for task in arguments.tasks:
         found[task] = {way: [] for way in arguments.ways}
@@ -170,16 +166,13 @@ def train_all(rank: int, world: int, arguments: argparse.Namespace, folder: str)
             for way, outcomes in found[task].items():
                 torch.compiler.reset()
                 options = {"inner": arguments.inner, "steps": arguments.steps}
-                outcomes.append(TASKS[task](rank, world, way, seed, **options))
+                outcomes.append(TASKS[task](rank, arguments.ranks, way, seed, **options))
                 if rank == 0:
                     print(f"{task}, seed {seed}, {way}: {outcomes[-1].validation_loss:.4f}", file=sys.stderr)
-    if rank == 0:
-        report = {
-            task: {way: [asdict(outcome) for outcome in outcomes] for way, outcomes in ways.items()}
-            for task, ways in found.items()
-        }
-        (Path(folder) / "report.json").write_text(json.dumps(report))
-    dist.destroy_process_group()
+    return {
+        task: {way: [asdict(outcome) for outcome in outcomes] for way, outcomes in ways.items()}
+        for task, ways in found.items()
+    }
 
 
 def difference(outcomes: Sequence[Outcome], plain: Sequence[Outcome]) -> list[float]:
@@ -230,9 +223,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if "none" not in arguments.ways:
         arguments.ways = ["none", *arguments.ways]
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(train_all, (arguments.ranks, arguments, folder), nprocs=arguments.ranks)
-        report = json.loads((Path(folder) / "report.json").read_text())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    report = on_ranks(train_all, arguments, ranks=arguments.ranks)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report))
     failed = []

@@ -17,23 +17,20 @@ again, and the least of several steps counts. Scratch memory of gloo and of the 
 """
 
 import argparse
-import json
 import os
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._profiler import _EventType
-from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.models import MODELS
+from benchmarks.ranks import on_ranks
 from benchmarks.step_time import MODES, Run, build
 
 MIB = 2**20
@@ -123,12 +120,13 @@ def step(run: Run, way: str) -> None:
     run.optimizer.step()
 
 
-def rank_main(rank: int, ranks: int, folder: str, what: tuple[str, str, float]) -> None:
-    """Trains in every way and leaves what rank 0 needed in the folder."""
-    model, mode, bucket_mb = what
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+def least_peaks(rank: int, model: str, mode: str, bucket_mb: float) -> dict[str, int]:
+    """Peak bytes of this rank in each way of training."""
+    with (
+        tempfile.TemporaryDirectory(prefix="fxddp-memory-") as cache,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded,
+    ):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         run = build(mode, model, rank=rank, bucket_mb=bucket_mb)
         for way in WAYS:
             for _ in range(WARM_UP_STEPS):
@@ -137,20 +135,8 @@ def rank_main(rank: int, ranks: int, folder: str, what: tuple[str, str, float]) 
             for _ in range(MEASURED_STEPS):
                 with record_function(STEP):
                     step(run, way)
-    if rank == 0:
-        found = peaks(recorded)
-        least = {way: min(found[i * MEASURED_STEPS :][:MEASURED_STEPS]) for i, way in enumerate(WAYS)}
-        Path(folder, "peaks").write_text(json.dumps(least))
-    dist.destroy_process_group()
-
-
-def measure(model: str, mode: str, bucket_mb: float, ranks: int = 2) -> dict[str, int]:
-    """Peak bytes of rank 0 in each way of training."""
-    with tempfile.TemporaryDirectory(prefix="fxddp-memory-") as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
-        spawn(rank_main, (ranks, folder, (model, mode, bucket_mb)), nprocs=ranks)
-        found: dict[str, int] = json.loads(Path(folder, "peaks").read_text())
-        return found
+    found = peaks(recorded)
+    return {way: min(found[i * MEASURED_STEPS :][:MEASURED_STEPS]) for i, way in enumerate(WAYS)}
 
 
 def main() -> None:
@@ -163,7 +149,7 @@ def main() -> None:
         print(f"\n{model}, buckets of {arguments.bucket_mb:g} MiB, MiB of tensors at the peak of a step:\n")
         print(f"| | {' | '.join(WAYS)} |\n|---|{'---|' * len(WAYS)}")
         for mode in arguments.modes.split(","):
-            found = measure(model, mode, arguments.bucket_mb)
+            found = on_ranks(least_peaks, model, mode, arguments.bucket_mb)
             print(f"| {MODES[mode]} | {' | '.join(f'{found[way] / MIB:.1f}' for way in WAYS)} |", flush=True)
 
 

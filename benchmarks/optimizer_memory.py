@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import fxddp
+from benchmarks.ranks import take_core
 from benchmarks.step_time import fresh_models
 
 MIB = 2**20
@@ -57,9 +58,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
     rank = int(os.environ["RANK"])
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
-    torch.set_num_threads(1)
+    take_core(rank)
     dist.init_process_group("gloo")
     steps: dict[str, Callable[[], None]] = {}
     for name in ("after the backward", "in the backward"):

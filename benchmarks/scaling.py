@@ -34,6 +34,7 @@ import fxddp
 from benchmarks.models import MODELS, Transformer
 from benchmarks.network import Network as Link
 from benchmarks.network import bits_per_second, open_network
+from benchmarks.ranks import join
 from benchmarks.step_time import fresh_models
 from fxddp import units
 from fxddp.explain import Explanation
@@ -219,11 +220,7 @@ def plot(training: Training, rows: Sequence[Row], shape: str) -> str:
 
 def check_rank(rank: int, world: int, model: str, rounds: int, rendezvous: str) -> dict[str, Any]:
     """One rank of the check: steps with and without communication, in turns, for both ways to cut."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    join(rank, world, rendezvous)
     answers: dict[str, Any] = {}
     for way in (AUTO, DDP_MIB):
         module, inputs = fresh_models(f"check_{way}").make(model, rank)

@@ -61,6 +61,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import MODELS
 from benchmarks.network import BURST_BYTES, UNSHAPED, Network, bits_per_second, open_network
+from benchmarks.ranks import join
 
 MODES = {
     "local": "torch.compile, no communication",
@@ -251,13 +252,7 @@ class Rank:
         rendezvous: str,
         timeout: float,
     ) -> Any:
-        if hasattr(os, "sched_setaffinity"):  # before any thread exists, so that gloo's threads share the core
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
-        )
+        join(rank, ranks, rendezvous, timedelta(seconds=timeout))
         self.rank, self.model, self.bucket_mb, self.with_optimizer = rank, model, bucket_mb, optimizer
         self.comm_hook = comm_hook
         self.runs: dict[str, Run] = {}
