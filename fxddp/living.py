@@ -10,38 +10,44 @@ from torch import nn
 
 
 class _Mark:
-    """Listed by the garbage collector for as long as nothing was frozen after it was made."""
+    """Listed by the garbage collector unless it is frozen."""
 
 
 _hidden: list[weakref.ref[Any]] = []
-_mark = _Mark()
+_before: _Mark | None = None  # frozen with those that are hidden
+_after: _Mark | None = None  # made when it was last looked what is frozen
 
 
 def living() -> tuple[list[nn.Parameter], list[nn.Module]]:
     """All parameters and all modules alive in this process.
 
-    The garbage collector does not list what is frozen, and freezes all or nothing. So the first call after a
-    `gc.freeze` lists everything and freezes it again: what was made since then is frozen with it, save garbage.
+    The garbage collector does not list what is frozen, and freezes all or nothing. So the first call, and the first
+    after each `gc.freeze`, lists everything and freezes it again: what was made since then is frozen with it, save
+    garbage. Other calls do not ask how much is frozen, as that is counted object by object.
     """
     objects = gc.get_objects()
-    if not gc.get_freeze_count():
-        _hidden.clear()
-    elif not _instances(objects, _Mark):
+    marks = _instances(objects, _Mark)
+    if _after not in marks:
         del objects  # it keeps garbage alive
-        _list_and_freeze()
+        _look_at_frozen()
         objects = gc.get_objects()
+    elif _before in marks:  # thawed
+        _hidden.clear()
     objects += [found for reference in _hidden if (found := reference()) is not None]
     return _instances(objects, nn.Parameter), _instances(objects, nn.Module)
 
 
-def _list_and_freeze() -> None:
-    global _mark  # noqa: PLW0603 (what is frozen is the process's)
-    gc.collect()
-    gc.unfreeze()
-    objects = gc.get_objects()
-    _hidden[:] = map(weakref.ref, (*_instances(objects, nn.Parameter), *_instances(objects, nn.Module)))
-    gc.freeze()
-    _mark = _Mark()
+def _look_at_frozen() -> None:
+    global _before, _after  # noqa: PLW0603 (what is frozen is the process's)
+    _hidden.clear()
+    if gc.get_freeze_count():
+        gc.collect()
+        gc.unfreeze()
+        objects = gc.get_objects()
+        _hidden[:] = map(weakref.ref, (*_instances(objects, nn.Parameter), *_instances(objects, nn.Module)))
+        _before = _Mark()
+        gc.freeze()
+    _after = _Mark()
 
 
 def _instances(objects: Sequence[object], kind: type) -> list[Any]:

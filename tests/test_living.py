@@ -1,13 +1,14 @@
 """What is alive is found, whatever was frozen, and stays frozen."""
 
 import gc
+import runpy
 import weakref
 from collections.abc import Iterator
 
 import pytest
 from torch import nn
 
-from fxddp.living import living
+from fxddp import living
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +20,7 @@ def thaw() -> Iterator[None]:
 
 def found(module: nn.Module) -> bool:
     """Whether the module and its parameters are listed, once each."""
-    parameters, modules = living()
+    parameters, modules = living.living()
     counts = {sum(other is p for other in parameters) for p in module.parameters()}
     counts.add(sum(other is module for other in modules))
     assert counts in ({0}, {1})
@@ -66,6 +67,15 @@ def test_frozen_again_in_between() -> None:
     assert all(map(found, (first, second, third, fourth)))
 
 
+def test_frozen_before_the_first_look() -> None:
+    old = nn.Linear(2, 2)
+    gc.freeze()
+    found = runpy.run_path(living.__file__)["living"]  # as it is when it has just been imported
+    parameters, modules = found()
+    assert any(p is old.weight for p in parameters)
+    assert any(m is old for m in modules)
+
+
 def test_nothing_is_kept_alive() -> None:
     module = nn.Linear(2, 2)
     gc.freeze()
@@ -73,5 +83,5 @@ def test_nothing_is_kept_alive() -> None:
     cycle.extra_repr = cycle.extra_repr  # type: ignore[method-assign]
     gone = [weakref.ref(module), weakref.ref(cycle)]
     del module, cycle
-    living()
+    living.living()
     assert not any(reference() for reference in gone), "garbage was frozen, or something is kept"
