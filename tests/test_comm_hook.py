@@ -168,14 +168,9 @@ def routed(rank: int, world: int, kind: str) -> None:
         expert(model, which, i).backward()
         mine = local_gradients(reference, partial(expert, which=which, i=i))
         zeros = {n: torch.zeros_like(p) if mine[n] is None else mine[n] for n, p in reference.named_parameters()}
-        expected = average(zeros)
-        got = gradients(module)
-        expect_equal(
-            {n: g for n, g in got.items() if g is not None},
-            {n: expected[n] for n in got if got[n] is not None},
-            f"step {i}",
-            tol=1e-6,
-        )
+        nobodys = f"experts.{(world + i) % 3}."
+        expected = {n: None if n.startswith(nobodys) else g for n, g in average(zeros).items()}
+        expect_equal(gradients(module), expected, f"step {i}", tol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "with then"])

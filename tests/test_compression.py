@@ -611,6 +611,11 @@ def joined_before_it_began(rank: int, world: int, kind: str) -> None:
                 module.zero_grad()
                 loss_of(model, i).backward()
     same_on_all_ranks(codec, world)
+    module.zero_grad()
+    loss_of(model, 3).backward()
+    got = gradients(module)
+    expect_equal(got, average(got), "the same on all ranks")
+    expect(all(g is not None and g.any() for g in got.values()), "gradients of all parameters")
 
 
 @pytest.mark.parametrize("kind", ["PowerSGD", "Int8"])

@@ -468,6 +468,9 @@ def test_clipping_without_the_optimizer_in_backward():
     module.last.requires_grad_(False)
     loss_of(module, 1).backward()
     clip_grad_norm_(module.parameters(), 1e-3)
+    norms = [p.grad.norm() for p in module.parameters() if p.grad is not None]
+    assert len(norms) == 4
+    assert torch.stack(norms).norm() <= 1e-3
 
 
 def test_hooks_put_around_the_step_later():

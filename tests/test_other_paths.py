@@ -329,8 +329,12 @@ def _evaluation_of_a_part(rank: int, world: int) -> None:
 
     evaluate()
     model = torch.compile(module, backend=backend, dynamic=False)
+    twin = copy.deepcopy(module)
     for size in (8, 5):
-        model(data(size, size, 4)).square().sum().backward()
+        module.zero_grad()
+        x = data(size, size, 4)
+        model(x).square().sum().backward()
+        _expect_average(module, twin, lambda m, x=x: m(x).square().sum(), f"{size} samples")
         evaluate()
 
 

@@ -216,6 +216,7 @@ def late_to_announce(rank: int, world: int) -> None:
     module.zero_grad()
     with late_stages(), mock.patch.object(Agreement, "announce", slowly):
         model(Summing.apply(data(1, 6, 8).requires_grad_())).square().mean().backward()
+    expect_equal(gradients(module), average(local(module, 1)), "all the same", tol=1e-6)
 
 
 def test_a_collective_of_the_users_behind_an_announcement(pool4: Pool):
@@ -286,11 +287,16 @@ def joined(rank: int, world: int) -> None:
     module = seeded(0, Mlp)
     model = fxddp.DistributedDataParallel(module, algorithm="ring", bucket_cap_mb=0.0005, inner="aot_eager")
     loss_of(model, 0).backward()
+    expected = [average(local(module, i)) for i in range(2)]
+    expected.append({name: g / world for name, g in local(module, 2).items() if g is not None})  # zeros of the others
     with model.join():
         for i in range(2 + rank):
             module.zero_grad()
             loss_of(model, i).backward()
+            expect_equal(gradients(module), expected[i], f"step {i}", tol=1e-6)
+    module.zero_grad()
     loss_of(model, 1).backward()
+    expect_equal(gradients(module), expected[1], "afterwards", tol=1e-6)
 
 
 def test_a_rank_without_inputs(pool: Pool):
