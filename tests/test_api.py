@@ -21,6 +21,7 @@ import fxddp
 from tests.live.lab import (
     SMALL,
     Mlp,
+    Recurrent,
     average,
     buckets,
     compiled,
@@ -195,17 +196,6 @@ def test_by_name_with_settings_of_inductor(named: None):
 def test_by_name_with_a_wrong_option(named: None):
     with pytest.raises(ValueError, match=r"options \['bucket_md'\] are neither fxddp's"):
         torch.compile(Mlp(), backend="fxddp", options={"bucket_md": 2})
-
-
-class Recurrent(nn.Module):
-    """Dynamo compiles nothing of a model with an LSTM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0])
 
 
 def nothing_compiled_by_name(rank: int, world: int) -> None:

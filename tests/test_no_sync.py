@@ -14,6 +14,7 @@ import fxddp
 from tests.live.lab import (
     Gradients,
     Mlp,
+    Recurrent,
     average,
     buckets,
     compiled,
@@ -421,19 +422,8 @@ def test_eager_parameters_follow(pool: Pool, set_to_none: bool):
     pool.run(eager_gap, set_to_none)
 
 
-class Uncompiled(nn.Module):
-    """Nothing of it is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0])
-
-
 def nothing_compiled(rank: int, world: int) -> None:
-    module = seeded(0, Uncompiled)
+    module = seeded(0, Recurrent)
     model, backend = compiled(module)
     loss_of(model, 0).backward()
     same(module, average(local(module, 0)), "synchronised", tol=1e-6)

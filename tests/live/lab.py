@@ -30,6 +30,17 @@ class Mlp(nn.Module):
         return self.last(self.middle(self.first(x).relu()).relu())
 
 
+class Recurrent(nn.Module):
+    """Dynamo compiles nothing of a model with an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
 def small_backend(**options: Any) -> fxddp.Backend:
     """A backend with buckets so small that these models have several, which runs operators one by one."""
     usual: dict[str, Any] = {"bucket_mb": SMALL, "first_bucket_mb": SMALL, "inner": "aot_eager"}
