@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +61,15 @@ class Fuse:
         if self.after == -1:
             raise self.kind("an accident")
 
+    def inner(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles a graph to code that passes it first."""
+
+        def run(*arguments: Any) -> Any:
+            self.burn()
+            return gm(*arguments)
+
+        return run
+
 
 def check_accident(
     module: nn.Module,
@@ -96,15 +104,8 @@ def check_accident(
 def in_a_piece(rank: int, world: int, kind: Kind, split: bool) -> None:
     fuse = Fuse(kind)
 
-    def inner(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        def run(*arguments: Any) -> Any:
-            fuse.burn()
-            return gm(*arguments)
-
-        return run
-
     module = seeded(0, Mlp)
-    model, backend = compiled(module, inner=inner, split=split)
+    model, backend = compiled(module, inner=fuse.inner, split=split)
     loss_of(model, 0).backward()
     pieces = backend.stats().last.pieces
     expect(pieces > 2 or not split, f"{pieces} pieces only")
@@ -138,15 +139,8 @@ def test_an_exception_in_a_compiled_piece(pool: Pool, kind: Kind, split: bool):
 def in_the_forward(rank: int, world: int) -> None:
     fuse = Fuse()
 
-    def inner(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        def run(*arguments: Any) -> Any:
-            fuse.burn()
-            return gm(*arguments)
-
-        return run
-
     module = seeded(0, Mlp)
-    model, backend = compiled(module, inner=inner)
+    model, backend = compiled(module, inner=fuse.inner)
 
     def accident(scope: Any) -> None:
         fuse.light()
@@ -177,15 +171,8 @@ def under_no_sync(rank: int, world: int) -> None:
     """A backward that accumulates and fails leaves each gradient as it was or complete, as eager code does."""
     fuse = Fuse()
 
-    def inner(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        def run(*arguments: Any) -> Any:
-            fuse.burn()
-            return gm(*arguments)
-
-        return run
-
     module = seeded(0, Mlp)
-    model, backend = compiled(module, inner=inner)
+    model, backend = compiled(module, inner=fuse.inner)
     loss_of(model, 0).backward()
     for number in range(backend.stats().last.pieces):
         module.zero_grad()
@@ -385,8 +372,8 @@ def die(rank: int, world: int, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["first step", "between launches", "before the backward", "at the end"])
-def test_a_rank_that_dies(tmp_path: Path, moment: str):
-    with Pool(2, cache_dir=tmp_path, group_timeout=20) as pool:
+def test_a_rank_that_dies(moment: str):
+    with Pool(2, group_timeout=20) as pool:
         start = time.monotonic()
         left, dead = pool.run(die, moment, expect_error=True, timeout=90)
     assert dead.type == "Died"
@@ -490,14 +477,7 @@ def on_one_rank(rank: int, world: int) -> None:
     """Rank 1 gives up a step half-way and goes on with the next, as loops do that skip a bad batch."""
     fuse = Fuse()
 
-    def inner(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        def run(*arguments: Any) -> Any:
-            fuse.burn()
-            return gm(*arguments)
-
-        return run
-
-    model, backend = compiled(seeded(0, Even), bucket_mb=1e-6, first_bucket_mb=1e-6, inner=inner)
+    model, backend = compiled(seeded(0, Even), bucket_mb=1e-6, first_bucket_mb=1e-6, inner=fuse.inner)
     loss_of(model, 0).backward()
     expect(buckets(backend) == 5, f"{buckets(backend)} buckets")
     loss = loss_of(model, 1)
@@ -511,7 +491,7 @@ def on_one_rank(rank: int, world: int) -> None:
     raise AssertionError("gradients of different steps were averaged in silence")
 
 
-def test_an_accident_on_one_rank_only(tmp_path: Path):
-    with Pool(2, cache_dir=tmp_path, group_timeout=60) as pool:
+def test_an_accident_on_one_rank_only():
+    with Pool(2, group_timeout=60) as pool:
         errors = pool.run(on_one_rank, expect_error=True)
     assert [error and error.type for error in errors] == ["RanksDisagree", "RanksDisagree"], list(map(str, errors))

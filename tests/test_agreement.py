@@ -154,9 +154,9 @@ def first_time_on_one_rank(rank: int, world: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["compiled", "eager or not at all"])
-def test_a_rank_that_uses_other_parameters_for_the_first_time(tmp_path: Any, kind: str):
+def test_a_rank_that_uses_other_parameters_for_the_first_time(kind: str):
     """The other goes on with what was settled and waits in a collective; both find out long before the timeout."""
-    with Pool(2, cache_dir=tmp_path, group_timeout=60) as pool:
+    with Pool(2, group_timeout=60) as pool:
         errors = pool.run(first_time_on_one_rank, kind, expect_error=True)
     assert [error and error.type for error in errors] == ["RanksDisagree", "RanksDisagree"]
     assert all("reduce different parameters in the same backward" in error.message for error in errors)
@@ -172,8 +172,8 @@ def one_backward_more(rank: int, world: int) -> None:
         expert(model, 1, 9).backward()
 
 
-def test_a_rank_that_runs_one_more_backward_is_not_left_waiting(tmp_path: Any):
-    with Pool(2, cache_dir=tmp_path, group_timeout=7) as pool:
+def test_a_rank_that_runs_one_more_backward_is_not_left_waiting():
+    with Pool(2, group_timeout=7) as pool:
         error, fine = pool.run(one_backward_more, expect_error=True)
     assert fine is None
     assert error.type == "RanksDisagree"
@@ -195,8 +195,8 @@ def stays_away(rank: int, world: int) -> str:
     return str(first)
 
 
-def test_a_rank_that_stays_away_hears_of_it_when_it_comes_back(tmp_path: Any):
-    with Pool(2, cache_dir=tmp_path, group_timeout=4) as pool:
+def test_a_rank_that_stays_away_hears_of_it_when_it_comes_back():
+    with Pool(2, group_timeout=4) as pool:
         waited, away = pool.run(stays_away, discard=True)
     assert "rank 1 did not come to the same point within the group's timeout of 4 s" in waited
     assert "experts.0.weight" in waited

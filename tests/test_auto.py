@@ -283,7 +283,7 @@ def cached(rank: int, world: int, folder: str, factor: float) -> tuple[int, list
 def test_a_second_process_starts_warm_though_it_measures_a_little_differently(tmp_path: Path) -> None:
     found = []
     for factor in (1.0, 1.2, 100.0):
-        with Pool(2, cache_dir=tmp_path / "pool") as fresh:
+        with Pool(2) as fresh:
             found.append(fresh.run(cached, str(tmp_path / "shared"), factor, timeout=200))
     cold, warm, other = found
     assert [hit for hit, _ in cold] == [0, 0]

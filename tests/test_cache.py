@@ -152,7 +152,7 @@ def _first_process(rank: int, world: int, folder: str) -> dict[str, Any]:
 def test_a_second_process_starts_warm(world: int, tmp_path: Path) -> None:
     found = []
     for _ in range(2):
-        with Pool(world, cache_dir=tmp_path / "pool") as fresh:
+        with Pool(world) as fresh:
             found.append(fresh.run(_first_process, str(tmp_path / "shared"), timeout=200))
     for cold, warm in zip(*found, strict=True):
         assert (cold["hit"], cold["miss"]) == (0, 1)

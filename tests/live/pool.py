@@ -73,19 +73,16 @@ class WorkerError(Exception):
 class Pool:
     """`world` processes joined in one gloo group, started by the first `run` and again after a job that failed."""
 
-    def __init__(
-        self, world: int = 2, *, cache_dir: str | os.PathLike[str] | None = None, group_timeout: float = GROUP_TIMEOUT
-    ) -> None:
+    def __init__(self, world: int = 2, *, group_timeout: float = GROUP_TIMEOUT) -> None:
         self.world = world
         self.group_timeout = group_timeout
         self._folder = tempfile.TemporaryDirectory(prefix="fxddp-pool-")
-        # Compiled pieces are shared by ranks and jobs, as on a user's machine. A folder the user has chosen is kept.
-        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_dir or self._path("inductor"))
         self._env = {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "TORCHINDUCTOR_CACHE_DIR": cache,
+            # Compiled pieces are shared by ranks and jobs, as on a user's machine.
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(self._path("inductor")),
         }
         self._workers: list[_Worker] = []
         self._store: dist.TCPStore | None = None

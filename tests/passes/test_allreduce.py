@@ -303,7 +303,7 @@ def test_sizes_of_other_values_may_be_symbolic() -> None:
     assert_same(run_graph(rewritten.gm, *captured.arguments, *scales_for(dtypes, 1.0)), expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(backwards(), st.sampled_from([1, 8, 20, 40, 1000]))
 def test_values_of_any_graph(drawn: Drawn, cap: int) -> None:
     gm, strides = drawn

@@ -11,8 +11,8 @@ from fxddp.passes.bucketing import plan_buckets
 from fxddp.passes.plan import BucketPlan, GradSpec, check_plan
 from tests.strategies import DEVICES, DTYPES, caps, dense_strides, grad_lists, planning_inputs, some_grad
 
-many = settings(max_examples=2000, deadline=None)
-some = settings(max_examples=200, deadline=None)
+many = settings(max_examples=2000)
+some = settings(max_examples=200)
 
 
 def outputs(plan: BucketPlan) -> list[list[int]]:
@@ -31,7 +31,7 @@ def test_every_plan_passes_the_oracle(inputs: tuple[list[GradSpec], int, int]) -
         assert bucket.nbytes <= plan.first_cap or len(bucket.grads) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(grad_lists(min_size=40, max_size=150), st.data())
 def test_plans_of_larger_graphs_pass_the_oracle(grads: list[GradSpec], data: st.DataObject) -> None:
     check_plan(plan_buckets(grads, cap=data.draw(caps(grads)), first_cap=data.draw(caps(grads))), grads)

@@ -69,7 +69,7 @@ def check(gm: fx.GraphModule, plan: Any, inputs: list[Any], wire: torch.dtype) -
         assert_same(run_program(program, pieces, inputs, scale), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(backwards(writes=True))
 def test_any_graph(drawn: Drawn):
     gm, turned = drawn

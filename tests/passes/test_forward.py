@@ -59,7 +59,7 @@ def chain(weights: Sequence[Tensor], x: Tensor, kinds: Sequence[int]) -> Tensor:
     return x
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(1, 200), st.data())
 def test_pieces_compute_the_same(kinds: list[int], size: int, data: st.DataObject):
     several = [torch.randn(4, 4, requires_grad=True) for _ in kinds]

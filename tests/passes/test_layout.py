@@ -16,7 +16,7 @@ from fxddp.passes.layout import contiguous_strides, gradient_strides, is_dense, 
 from tests.passes.graphs import Builder, aten, capture, text
 from tests.strategies import dense_strides
 
-some = settings(max_examples=300, deadline=None)
+some = settings(max_examples=300)
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -19,7 +19,7 @@ from tests.strategies import grad_lists, planning_inputs, some_grad
 
 ROOT = Path(__file__).parents[2]
 
-some = settings(max_examples=200, deadline=None)
+some = settings(max_examples=200)
 
 
 def rebuild(plan: BucketPlan, rows: list[list[GradSpec]]) -> BucketPlan:
@@ -302,7 +302,7 @@ def test_check_plan_holds_the_first_bucket_to_fill_to_the_first_cap_wherever_it_
         check_plan(rebuild(plan, [[scalar], rest]), grads)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(planning_inputs(min_size=2, max_size=8), st.data())
 def test_check_plan_accepts_one_plan_only(inputs: tuple[list[GradSpec], int, int], data: st.DataObject) -> None:
     """Gradients are moved between the buckets of a valid plan, order is put right: always rejected, if it changed."""
@@ -320,7 +320,7 @@ def test_check_plan_accepts_one_plan_only(inputs: tuple[list[GradSpec], int, int
         check_plan(changed, grads)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(grad_lists(max_size=6), st.data())
 def test_check_plan_judges_any_grouping_as_the_planner_does(grads: list[GradSpec], data: st.DataObject) -> None:
     """Gradients dealt into buckets at random pass exactly when that is the plan."""

@@ -72,7 +72,7 @@ def check_order(before: Sequence[fx.Node], gm: fx.GraphModule) -> None:
     assert early == sorted(early, key=place.__getitem__)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(backwards(), st.sampled_from([1, 8, 20, 40, 1000]))
 def test_any_graph(drawn: Drawn, cap: int) -> None:
     gm, strides = drawn
@@ -91,7 +91,7 @@ def test_any_graph(drawn: Drawn, cap: int) -> None:
     assert_same(run_graph(gm, *inputs, *scales_for(scale_dtypes(plan), 1.0)), expected)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(backwards(writes=True), st.sampled_from([1, 8, 20, 40, 1000]))
 def test_writes_keep_their_place_among_reads(drawn: Drawn, cap: int) -> None:
     """The outputs are the same although memory is written to in between, through views too."""
@@ -104,7 +104,7 @@ def test_writes_keep_their_place_among_reads(drawn: Drawn, cap: int) -> None:
     assert_same(run_graph(gm, *inputs, *scales_for(scale_dtypes(plan), 1.0)), expected)
 
 
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=75)
 @given(backwards() | backwards(writes=True), st.sampled_from([1, 20, 1000]))
 def test_a_scheduled_graph_is_in_order(drawn: Drawn, cap: int) -> None:
     gm, strides = drawn
