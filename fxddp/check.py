@@ -2,7 +2,7 @@
 
     python -m fxddp.check             # ruff format, ruff check, mypy, pytest
     python -m fxddp.check --fast      # without pytest
-    python -m fxddp.check -- -k plan  # what follows -- goes to pytest
+    python -m fxddp.check -- -k plan  # what follows -- goes to pytest; -n 0 keeps it in one process
 
 All of them run even if one fails; the summary at the end names those that did.
 """
@@ -20,6 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+PROCESSES = 2
+"""Of pytest. The ranks of a test mostly wait for each other, so that two tests at a time suit two cores."""
+
 
 def commands(*, fast: bool = False, pytest_args: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
     """The checks by name, each as arguments of `python -m`, in the order in which they run."""
@@ -29,7 +32,7 @@ def commands(*, fast: bool = False, pytest_args: Sequence[str] = ()) -> dict[str
         "types": ("mypy",),
     }
     if not fast:
-        checks["tests"] = ("pytest", *pytest_args)
+        checks["tests"] = ("pytest", "--numprocesses", str(PROCESSES), "--dist", "worksteal", *pytest_args)
     return checks
 
 
@@ -65,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"found no pyproject.toml in {ROOT}: the checks need the project's source folder, not an installed copy")
         return 2
     tools = dict.fromkeys(arguments[0] for arguments in checks.values())
-    missing = [tool for tool in tools if importlib.util.find_spec(tool) is None]
+    needed = [*tools, *(["xdist"] if "pytest" in tools else [])]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         print(f'not installed: {", ".join(missing)}; run: python -m pip install -c constraints.txt -e ".[test]"')
         return 2
