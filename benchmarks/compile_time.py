@@ -18,8 +18,8 @@ import torch._inductor.compile_fx  # not a matter of modes: imported before the 
 import torch.distributed as dist
 
 from benchmarks.models import MODELS
-from benchmarks.ranks import on_ranks
-from benchmarks.step_time import BASELINE, MODES, USUAL_MODES, build
+from benchmarks.modes import BASELINE, MODES, USUAL_MODES, build
+from benchmarks.processes import on_ranks
 
 STEPS = 2
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxddp
-from benchmarks.ranks import on_ranks
+from benchmarks.processes import on_ranks
 from examples.train_gpt import GPT, Sequences
 
 BUCKET_MB = 0.05  # several buckets in these small models

@@ -30,8 +30,8 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.models import MODELS
-from benchmarks.ranks import on_ranks
-from benchmarks.step_time import MODES, Run, build
+from benchmarks.modes import MODES, Run, build
+from benchmarks.processes import on_ranks
 
 MIB = 2**20
 USUAL_MODES = ("local", "ddp_compile", "fxddp", "fxddp_unsplit")

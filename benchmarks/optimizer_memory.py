@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import fxddp
-from benchmarks.ranks import take_core
-from benchmarks.step_time import fresh_models
+from benchmarks.modes import fresh_models
+from benchmarks.processes import take_core
 
 MIB = 2**20
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
