@@ -29,6 +29,12 @@ def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are as wide here as in any other terminal, or in none."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Two live processes in one gloo group; started by the first test that runs a job."""
