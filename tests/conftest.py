@@ -29,10 +29,12 @@ def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def width(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def width() -> Iterator[None]:
     """Reports are as wide here as in any other terminal, or in none."""
-    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "120")
+        yield
 
 
 @pytest.fixture(scope="session")
