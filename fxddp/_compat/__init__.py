@@ -92,9 +92,11 @@ from .groups import (
 from .optimizer import (
     before_clipping,
     before_saving,
+    before_unscaling,
     has_step_hooks,
     note_step,
     part_of,
+    step_to_compile,
     when_scaled,
 )
 from .state import mark_states
@@ -107,6 +109,7 @@ __all__ = [
     "aot_compile",
     "before_clipping",
     "before_saving",
+    "before_unscaling",
     "bypass_cache",
     "cache_folder",
     "compile_wrapper",
@@ -175,6 +178,7 @@ __all__ = [
     "spare_no_more",
     "spare_undefined",
     "stand_ins",
+    "step_to_compile",
     "store_host",
     "task_id",
     "trace_artifact",
