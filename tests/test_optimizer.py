@@ -581,7 +581,7 @@ def test_alone_without_a_process_group():
 def scaled(rank: int, world: int) -> list[str]:
     """A scaler's gradients are never used; a scaler of another model's loss is nobody's business."""
     module, other = seeded(0, Mlp), seeded(1, Mlp)
-    optimizer, others = optimizer_of("SGD", module), optimizer_of("SGD", other)
+    optimizer, others = optimizer_of("fused", module), optimizer_of("SGD", other)  # whose `step` a scaler calls itself
     model, _ = compiled(module, optimizer=optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loss_of(model, 0).backward()
@@ -601,6 +601,6 @@ def scaled(rank: int, world: int) -> list[str]:
 
 def test_a_scaler_is_refused(pool: Pool):
     for first, *later in pool.run(scaled):
-        assert "a GradScaler scaled this loss, and an optimizer in backward (SGD) would update with scaled" in first
+        assert "a GradScaler scaled this loss, and an optimizer in backward (AdamW) would update with scaled" in first
         for message in later:
             assert "to unscale gradients, but the last backward has updated 6 of these parameters already" in message
