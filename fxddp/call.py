@@ -143,8 +143,7 @@ class Call:
         if _compat.compiled_autograd_enabled():
             raise RuntimeError(COMPILED_AUTOGRAD)
         refuse_distributed_autograd()
-        self.backend.under_way.settle_all()  # before autograd looks whether what was saved is still as it was
-        next_forward.settle(self.parameters)
+        next_forward.settle(self.parameters)  # before autograd looks whether what was saved is still as it was
         missing = [i for i, gradient in enumerate(gradients) if gradient is None]
         self.undefined = frozenset(missing)
         self.creates_graph = _compat.creates_graph()

@@ -301,6 +301,12 @@ class Channel:
         self._notes.leave(self.step, self.launched, f"gave up there: {reason}", lost=False)
         self.step += 1
 
+    def lose(self, reason: str) -> None:
+        """Gives up the channel for good, unless it is: this rank is in a state that no step can follow."""
+        if not self._broken:
+            with suppress(RanksDisagree):
+                self._break(f"rank {self.rank} {reason}")
+
     def drain(self, work: Any, patience: timedelta) -> bool:
         """Waits for launched gloo work that nobody will use; False if the others will not come."""
         since = time.monotonic()

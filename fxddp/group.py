@@ -186,6 +186,11 @@ class Group:
         if self._channel is not None:
             self._channel.give_up(reason)
 
+    def lose(self, reason: str) -> None:
+        """Tells the other ranks that this one cannot go on with them."""
+        if self._channel is not None:
+            self._channel.lose(reason)
+
     def close(self) -> None:
         """Closes the side channel of a group that was destroyed."""
         if self._channel is not None:
