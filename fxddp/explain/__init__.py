@@ -1,6 +1,6 @@
 """`fxddp.explain`: what a training will send, when, and what that costs; before or while it trains.
 
-report   what was found, as plain data           gather   from a backend's graphs to a report
+report   what was found, as plain data: parts    gather   from a backend's graphs to a report
 text     for a terminal                          dry      one forward that trains nothing
 page     for a browser                           timeline when everything happens
 trace    for Perfetto                            advice   what would make it faster
@@ -27,7 +27,8 @@ from fxddp.speeds import assumed
 
 from .dry import traced_on, try_forward
 from .gather import gather, name_of
-from .report import ASSUMED, GIVEN, MEASURED, Break, Bucket, Explanation, Gradient, Graph, Parameter, Pass, Piece, Size
+from .parts import Break, Bucket, Gradient, Graph, Parameter, Pass, Piece, Size
+from .report import ASSUMED, GIVEN, MEASURED, Explanation
 from .timeline import Span
 
 __all__ = [

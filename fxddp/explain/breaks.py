@@ -7,7 +7,7 @@ from fxddp.passes.outline import innermost
 from fxddp.site import Site
 
 from .dry import Tried
-from .report import Break
+from .parts import Break
 
 
 def break_of(site: Site) -> Break | None:
