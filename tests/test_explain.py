@@ -530,8 +530,7 @@ def test_waits_in_the_next_forward_are_those_of_the_compiled_program() -> None:
     backend = fxddp.backend(**settings)
     compiled = torch.compile(model, backend=backend)
     compiled(torch.randn(60, 64)).sum().backward()
-    torch._dynamo.reset()
-    told = {"world_size": 8, "bandwidth": "100Mbit/s"}
+    told: dict[str, Any] = {"world_size": 8, "bandwidth": "100Mbit/s"}
     dry = fxddp.explain(model, torch.randn(60, 64), **settings, **told)
     (compilation,) = [site.compilation for site in backend.sites]
     assert compilation.forward is not None and compilation.backward is not None
@@ -550,13 +549,20 @@ def test_waits_in_the_next_forward_are_those_of_the_compiled_program() -> None:
             assert re.search(rf"^ +{bucket.index} .*  forward {bucket.needed}  ", str(found), re.MULTILINE)
     sent = [span.index for span in dry.timeline if span.kind == "bucket"]
     assert sent != sorted(sent), "the one needed first does not queue behind all others"
-    assert [bucket.piece for bucket in dry.buckets] != sorted(bucket.piece for bucket in dry.buckets)
+    assert any(bucket.piece > bucket.index for bucket in dry.buckets), "some are held back"
+    launched_with = {bucket: packed for packed, several in enumerate(program.launches) for bucket in several}
+    trained = fxddp.explain(compiled, **told)
+    assert [bucket.piece for bucket in trained.buckets] == [launched_with[bucket.index] for bucket in trained.buckets]
     usual = fxddp.explain(model, torch.randn(60, 64), **(settings | {"overlap": None}), **told)
     assert dry.computing == pytest.approx(usual.computing)
     assert 0 < dry.exposed < usual.exposed
     for found in (dry, usual):
         (mine,) = (size for size in found.sizes if size.bucket_mb == found.settings["bucket_mb"])
-        assert mine.exposed == pytest.approx(found.exposed, rel=0.02)
+        assert mine.exposed == pytest.approx(found.exposed, abs=1e-12)
+    other = fxddp.explain(model, torch.randn(60, 64), **(settings | {"bucket_mb": 0.1}), **told)
+    (tried,) = (size for size in dry.sizes if size.bucket_mb == 0.1)
+    assert tried.buckets == len(other.buckets)
+    assert tried.exposed == pytest.approx(other.exposed, rel=0.02)
 
 
 def test_a_parameter_of_several_graphs_is_waited_for_in_the_backward() -> None:
@@ -710,6 +716,7 @@ def test_other_bucket_sizes_are_tried() -> None:
     assert (auto, tried) == ("auto", sorted(tried))
     (mine,) = (size for size in found.sizes if size.bucket_mb == found.settings["bucket_mb"])
     assert mine.buckets == len(found.buckets)
+    assert mine.exposed == pytest.approx(found.exposed, abs=1e-12)
     again = explain(Net(), world_size=8, bandwidth="1Gbit/s", bucket_mb=0.25)
     (other,) = (size for size in found.sizes if size.bucket_mb == 0.25)
     assert isinstance(other, Size)
@@ -792,6 +799,17 @@ def test_what_cannot_be_explained_is_refused(arguments, message: str) -> None:
 def test_an_argument_that_nobody_knows_is_named() -> None:
     with pytest.raises(TypeError, match=r"bucket_gb is neither an argument of explain nor of fxddp\.backend"):
         fxddp.explain(nn.Linear(2, 2), torch.ones(1, 2), bucket_gb=1)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="needs a model, a function or what was compiled of one, got NoneType"):
+        fxddp.explain(None, torch.ones(1))
+
+
+def test_nothing_to_send_is_told() -> None:
+    for model in (nn.Flatten(), nn.Linear(8, 8).requires_grad_(False)):
+        assert "nothing that this forward returns depends on what requires grad" in str(explain(model, 4))
+    assert "nothing that this forward" not in str(explain(Looped(), 4))
 
 
 def test_inputs_for_a_backend_are_refused() -> None:

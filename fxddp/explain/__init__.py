@@ -100,7 +100,7 @@ def explain(
 
     Raises:
         ValueError: no inputs were given and the model is not compiled with fxddp, or an argument is not allowed.
-        TypeError: an argument is neither one of these nor one of `fxddp.backend`.
+        TypeError: an argument is neither one of these nor one of `fxddp.backend`, or the model cannot be called.
     """
     device = None if device is None else _device(device)
     if world_size is not None:
@@ -126,6 +126,8 @@ def explain(
             "explain(backend) shows what it compiled; to plan for other arguments, pass the model and its inputs"
         )
     model, trained = _plain(model_or_backend)
+    if not callable(model):
+        raise TypeError(f"explain needs a model, a function or what was compiled of one, got {type(model).__name__}")
     settings = _changed(make_settings() if trained is None else trained.settings, backend_arguments)
     if world_size is None:
         world_size = _world_size(settings, trained)
@@ -135,6 +137,8 @@ def explain(
     speeds = Speeds(machine, network or assumed("cpu", 1).network)
     tried = try_forward(model, inputs, kwargs or {}, settings, speeds, device=device, measure=measure)
     notes = []
+    if not any(site.compilation.backward for site in tried.backend.sites) and not tried.used:
+        notes.append("nothing that this forward returns depends on what requires grad: no gradient is computed or sent")
     if device is not None and traced_on(device) != device and device.type != "meta":
         notes.append(
             f"this build of torch has no {device.type}: the graphs were traced with the operators of the CPU, where a "

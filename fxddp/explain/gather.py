@@ -84,7 +84,7 @@ def gather(
         breaks=tuple(breaks),
         timeline=spans,
         recorded=recorded,
-        sizes=other_sizes(known, speeds, view.sending, late),
+        sizes=other_sizes(known, spans, speeds, view.sending, late),
         notes=(
             *notes,
             *unmodelled(settings, view.sending),

@@ -67,12 +67,12 @@ def _spans(
     spans = []
     events = [(kind, index, when - record.begin) for kind, index, when in record.events]
     ends = [when for _, _, when in events[1:]] + [max(record.end - record.begin, events[-1][2])]
-    graphs = {graph for graph, _ in pieces}
+    only = pieces[0][0] if len({graph for graph, _ in pieces}) == 1 else None  # of several, a forward's is not known
     for (kind, index, when), end in zip(events, ends, strict=True):
         if kind == "piece":
             spans.append(Span("compute", "piece", *pieces[index], when, end))
-        elif kind == "forward" and len(graphs) == 1:  # of several, it is not known which
-            spans.append(Span("compute", "forward", *graphs, index, when, end))
+        elif kind == "forward" and only is not None:
+            spans.append(Span("compute", "forward", only, index, when, end))
     for where, bucket in zip(buckets, record.buckets, strict=True):
         waits, launched = bucket.waits - record.begin, bucket.launched - record.begin
         over = waits + bucket.waited if bucket.waits else record.end - record.begin

@@ -176,10 +176,9 @@ class Explanation:
         """Reads what `to_json` wrote, or the report inside a page that `save` wrote."""
         from .page import embedded
 
-        text = Path(path).read_text(encoding="utf-8")
         try:
-            return Explanation.from_dict(json.loads(embedded(text)))
-        except json.JSONDecodeError as error:
+            return Explanation.from_dict(json.loads(embedded(Path(path).read_text(encoding="utf-8"))))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not a saved report of fxddp.explain: {error}") from None
 
     def save(self, path: str | Path) -> None:

@@ -53,9 +53,8 @@ class Timed:
     def steps(self) -> Steps:
         """What takes time as it is."""
         graph, program = self.graph, _compiled(self.site).program
-        launched = [() if step.bucket is None else (step.bucket,) for step in program.steps]
-        if program.launches:
-            launched = [() if not packed else program.launches[packed[0]] for packed in launched]
+        launches = program.launches or [(bucket,) for bucket in range(len(program.plan.buckets))]
+        launched = [() if step.bucket is None else launches[step.bucket] for step in program.steps]
         pieces = tuple((piece.seconds, after) for piece, after in zip(graph.pieces, launched, strict=True))
         return self._steps(program.plan, pieces, self.sending.settings.forward_size)
 
@@ -151,9 +150,17 @@ def timed(graph: Graph, steps: Steps, spans: Sequence[Span], recorded: Sequence[
 
 
 def other_sizes(
-    graphs: Sequence[Timed], speeds: Speeds | None, sending: Sending, late: Sequence[Tensor]
+    graphs: Sequence[Timed], step: Sequence[Span], speeds: Speeds | None, sending: Sending, late: Sequence[Tensor]
 ) -> tuple[Size, ...]:
-    """What buckets of other sizes would give; nothing where their sizes are given one by one, or nothing is sent."""
+    """What buckets of other sizes would give; nothing where their sizes are given one by one, or nothing is sent.
+
+    Args:
+        graphs: of one step.
+        step: as it is predicted with the size in use.
+        speeds: what it is predicted with, None without ranks.
+        sending: how buckets travel.
+        late: parameters that no graph packs.
+    """
     settings = sending.settings
     if speeds is None or speeds.network.world_size == 1 or settings.caps or not any(g.graph.buckets for g in graphs):
         return ()
@@ -163,16 +170,20 @@ def other_sizes(
         cut = replace(settings, cap=cap).forward_size
         steps = [graph.steps_with(plan, cut) for graph, plan in zip(graphs, plans, strict=True)]
         spans = timeline.simulate(steps, network, list(sending.late(late, cap)))
+        return summed(mib, plans, spans)
+
+    def summed(mib: float | str, plans: Sequence[BucketPlan], spans: Sequence[Span]) -> Size:
         return Size(mib, sum(len(plan.buckets) for plan in plans), sum(timeline.waits(spans).values()))
 
-    auto = [_plan(graph.site) if settings.auto else _auto(graph.site, speeds, sending) for graph in graphs]
-    found = [size(AUTO, auto, settings.cap)]
-    grads = [_plan(graph.site).grads for graph in graphs]
-    for mib in sorted({*TRIED_SIZES, *(() if settings.auto else (in_mib(settings.cap),))}):
+    own = [_plan(graph.site) for graph in graphs]
+    found = [] if settings.auto else [size(AUTO, [_auto(g.site, speeds, sending) for g in graphs], settings.cap)]
+    now = summed(AUTO if settings.auto else in_mib(settings.cap), own, step)
+    for mib in sorted({*TRIED_SIZES} - {now.bucket_mb}):
         cap = int(mib * MIB)
         first = min(settings.first_cap, cap)
-        found.append(size(mib, [plan_buckets(each, cap=cap, first_cap=first) for each in grads], cap))
-    return tuple(found)
+        plans = [plan_buckets(plan.grads, cap=cap, first_cap=first) for plan in own]
+        found.append(size(mib, plans, cap))
+    return tuple(sorted((*found, now), key=lambda each: (each.bucket_mb != AUTO, each.bucket_mb)))
 
 
 def _auto(site: Site, speeds: Speeds, sending: Sending) -> BucketPlan:

@@ -164,7 +164,7 @@ function timeline(spans, box) {
           "data-kind": span.kind, "data-graph": span.graph, "data-index": span.index,
           onpointermove: (event) => tip(event, about(span)), onpointerleave: hide }));
         const text = span.kind === "forward" ? `forward${late ? ` ${span.index}` : ""}` : span.kind === "uncovered" ? "uncovered" : `${span.kind} ${span.index}`;
-        const short = b - a > text.length * 6.6 + 8 ? text : b - a > String(span.index).length * 7 + 6 && (late && span.kind === "forward") || ["bucket", "piece"].includes(span.kind) ? String(span.index) : "";
+        const short = b - a > text.length * 6.6 + 8 ? text : b - a > String(span.index).length * 7 + 6 && ["bucket", "piece", ...(late ? ["forward"] : [])].includes(span.kind) ? String(span.index) : "";
         if (short) svg.append(make("text", { class: span.kind === "bucket" ? "onbucket" : "inside", x: (a + b) / 2, y: y + ROW / 2 + 4, "text-anchor": "middle" }, short));
       }
     });
@@ -249,7 +249,7 @@ const COLUMNS = [
   ["exposed", (b) => b.exposed ?? -1, (b) => make("span", { class: b.exposed ? "bad" : "" }, duration(b.exposed)), "n"],
   ["awaited by", (b) => b.needed ?? -2, awaited, "short"],
   ["measured", (b) => b.measured ?? -1, (b) => duration(b.measured), "n"],
-  ["by", (b) => b.route, (b) => b.route, ""],
+  ["by", (b) => b.route, (b) => b.route, "by"],
   ["parameters", (b) => b.gradients.length, (b) => [make("span", { class: "mono one", title: b.gradients.slice(0, 20).map((g) => g.name).join("\n") }, b.gradients[0].name), make("span", { class: "soft" }, b.gradients.length > 1 ? `and ${b.gradients.length - 1} more` : "")], "half"],
   ["waits for", (b) => last(b).name, (b) => [make("span", { class: "mono one" }, last(b).name), make("span", { class: "src mono one", title: last(b).source ? last(b).source.text : "" }, `${line(last(b).source)}  ${last(b).source ? last(b).source.text : last(b).node}`)], "wide"],
 ].filter(([name]) => !(name in TOLD) || buckets.some(TOLD[name]));
@@ -314,6 +314,18 @@ function tree() {
   return top;
 }
 
+const BINS = 300; // parts of a bar; where there are more, it shows what is at so many places
+
+function sampled(runs, total) {
+  const found = [];
+  let at = 0, before = 0;
+  for (let i = 0; i < BINS; i++) {
+    while (at < runs.length - 1 && before + runs[at].nbytes <= ((i + 0.5) / BINS) * total) before += runs[at++].nbytes;
+    found.push({ ...runs[at], share: 1 / BINS });
+  }
+  return found;
+}
+
 function bar(parameters) {
   const total = sum(parameters.map((p) => p.nbytes)) || 1, runs = [];
   for (const p of parameters) {
@@ -321,7 +333,7 @@ function bar(parameters) {
     if (before && before.fill === fill) before.nbytes += p.nbytes;
     else runs.push({ fill, nbytes: p.nbytes, what: p.state === "bucket" ? `bucket ${report.graphs.length > 1 ? `${p.graph}.` : ""}${p.bucket}` : STATES[p.state][1] });
   }
-  return make("span", { class: "bar" }, runs.slice(0, 400).map((run) => make("i", { style: `width: ${(100 * run.nbytes) / total}%; background: ${run.fill}`, title: `${run.what}: ${size(run.nbytes)}` })));
+  return make("span", { class: "bar" }, (runs.length > BINS ? sampled(runs, total) : runs).map((run) => make("i", { style: `width: ${100 * (run.share ?? run.nbytes / total)}%; background: ${run.fill}`, title: `${run.what}: ${size(run.nbytes)}` })));
 }
 
 function rows(node, depth = 0) {
