@@ -221,6 +221,9 @@ def test_a_model_with_ten_thousand_parameters(small: fxddp.Explanation, tmp_path
     assert len(rows) == 200
     assert [int(attributes["data-bytes"]) for attributes, _ in rows] == [b.nbytes for b in found.buckets[:200]]
     assert "show all 500" in "".join(elements.found[0][2])
+    styles = [attributes.get("style", "") for attributes, _ in elements.having("title")]
+    parts = [float(style.removeprefix("width: ").partition("%")[0]) for style in styles if style.startswith("width: ")]
+    assert sum(parts[:300]) == pytest.approx(100, abs=0.1), "the bar of the whole model is full"
     assert (tmp_path / "report.html").stat().st_size < 8e6
 
 

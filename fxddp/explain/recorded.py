@@ -47,6 +47,8 @@ def recorded_spans(backend: Backend, sites: Sequence[Site], graphs: Sequence[Gra
     for record in reversed(backend.stats().backwards):
         if not (record.sync and record.launches and sorted(record.graphs) == sorted(at)):
             continue
+        if backend.settings.overlap is not None and not all(bucket.waits for bucket in record.buckets):
+            continue  # some are still under way
         ran = [at[number] for number in record.graphs]
         buckets = [(at[number].index, index) for number in record.graphs for index in _launched(orders[number])]
         pieces = [(graph.index, piece.index) for graph in ran for piece in graph.pieces]
