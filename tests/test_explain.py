@@ -517,8 +517,8 @@ def test_the_next_forward_waits_for_what_it_reads() -> None:
     assert (length(slow), computed(slow), sum(waits(slow).values())) == (23, 7, 16)
 
 
-def chain() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+def chain(width: int = 64) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
 
 
 def late(model: nn.Module, **arguments: Any) -> dict[str, Any]:
@@ -526,13 +526,13 @@ def late(model: nn.Module, **arguments: Any) -> dict[str, Any]:
 
 
 def test_waits_in_the_next_forward_are_those_of_the_compiled_program() -> None:
-    model = chain()
-    settings = late(model, bucket_mb=0.04, first_bucket_mb=0.02, inner="aot_eager")
+    model = chain(128)
+    settings = late(model, bucket_mb=0.08, first_bucket_mb=0.05, inner="aot_eager")
     backend = fxddp.backend(**settings)
     compiled = torch.compile(model, backend=backend)
-    compiled(torch.randn(60, 64)).sum().backward()
-    told: dict[str, Any] = {"world_size": 8, "bandwidth": "100Mbit/s"}
-    dry = fxddp.explain(model, torch.randn(60, 64), **settings, **told)
+    compiled(torch.randn(60, 128)).sum().backward()
+    told: dict[str, Any] = {"world_size": 8, "bandwidth": "200Mbit/s", "flops": 3e9}
+    dry = fxddp.explain(model, torch.randn(60, 128), **settings, **told)
     (compilation,) = [site.compilation for site in backend.sites]
     assert compilation.forward is not None and compilation.backward is not None
     program = compilation.backward.program
@@ -554,13 +554,13 @@ def test_waits_in_the_next_forward_are_those_of_the_compiled_program() -> None:
     launched_with = {bucket: packed for packed, several in enumerate(program.launches) for bucket in several}
     trained = fxddp.explain(compiled, **told)
     assert [bucket.piece for bucket in trained.buckets] == [launched_with[bucket.index] for bucket in trained.buckets]
-    usual = fxddp.explain(model, torch.randn(60, 64), **(settings | {"overlap": None}), **told)
+    usual = fxddp.explain(model, torch.randn(60, 128), **(settings | {"overlap": None}), **told)
     assert dry.computing == pytest.approx(usual.computing)
     assert 0 < dry.exposed < usual.exposed
     for found in (dry, usual):
         (mine,) = (size for size in found.sizes if size.bucket_mb == found.settings["bucket_mb"])
         assert mine.exposed == pytest.approx(found.exposed, abs=1e-12)
-    other = fxddp.explain(model, torch.randn(60, 64), **(settings | {"bucket_mb": 0.1}), **told)
+    other = fxddp.explain(model, torch.randn(60, 128), **(settings | {"bucket_mb": 0.1}), **told)
     (tried,) = (size for size in dry.sizes if size.bucket_mb == 0.1)
     assert tried.buckets == len(other.buckets)
     assert tried.exposed == pytest.approx(other.exposed, rel=0.02)

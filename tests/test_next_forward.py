@@ -75,8 +75,8 @@ def same_weights(rank: int, world: int, inner: str) -> None:
         for schedule in schedules:
             schedule.step()
     found, ran = fxddp.explain(model), backend.stats().backwards[-2]
-    kinds = Counter(span.kind for span in found.recorded)
-    expect(kinds["bucket"] == kinds["wait"] == buckets(backend) and kinds["forward"] >= 2, f"recorded: {kinds}")
+    drawn = Counter(span.kind for span in found.recorded)
+    expect(drawn["bucket"] == drawn["wait"] == buckets(backend) and drawn["forward"] >= 2, f"recorded: {drawn}")
     sent = [span.start + ran.begin - bucket.launched for span, bucket in zip(
         (span for span in found.recorded if span.kind == "bucket"), ran.buckets, strict=True)]  # fmt: skip
     expect(max(map(abs, sent)) < 1e-9, "that of the last backward that nothing is left of")
