@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -94,6 +95,14 @@ def same_weights(rank: int, world: int, inner: str) -> None:
         optimizer.zero_grad()
         for schedule in schedules:
             schedule.step()
+    found, ran = fxddp.explain(model), backend.stats().backwards[-2]
+    drawn = Counter(span.kind for span in found.recorded)
+    expect(drawn["bucket"] == drawn["wait"] == buckets(backend) and drawn["forward"] >= 2, f"recorded: {drawn}")
+    sent = [span.start + ran.begin - bucket.launched for span, bucket in zip(
+        (span for span in found.recorded if span.kind == "bucket"), ran.buckets, strict=True)]  # fmt: skip
+    expect(max(map(abs, sent)) < 1e-9, "that of the last backward that nothing is left of")
+    expect(all(span.seconds >= 0 for span in found.recorded), f"{found.recorded}")
+    expect(all(bucket.needed is not None for bucket in found.buckets), str(found))
     before = waits_in_forward(backend.stats().last)
     expect(not before, f"waited before anybody read a weight: {before}")
     backend.synchronize()
