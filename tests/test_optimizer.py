@@ -20,6 +20,7 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import fxddp
@@ -519,12 +520,13 @@ def test_hooks_put_around_the_step_later():
     model, _ = compiled(module, optimizer=optimizer)
     loss_of(model, 0).backward()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    hook = optimizer.register_step_post_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="has hooks around its step"):
-        loss_of(model, 1).backward()
-    expect_equal(weights(module), before, "a backward that was refused")
-    hook.remove()
-    module.zero_grad()
+    for register in (optimizer.register_step_post_hook, register_optimizer_step_pre_hook):  # the latter for all of them
+        hook = register(lambda *_: None)
+        with pytest.raises(RuntimeError, match="has hooks around its step"):
+            loss_of(model, 1).backward()
+        expect_equal(weights(module), before, "a backward that was refused")
+        hook.remove()
+        module.zero_grad()
     loss_of(model, 2).backward()
     assert not torch.equal(module.last.bias, before["last.bias"])
 

@@ -10,16 +10,18 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.optim import optimizer as optim_module
 
 from .dynamo import with_own_code
 from .wrapping import wrap, wrap_inside
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether a user registered hooks around `step`."""
-    return any(getattr(optimizer, name, None) for name in _HOOKS)
+    """Whether a user registered hooks around `step`, of this optimizer or of all."""
+    return any(getattr(optimizer, name, None) for name in _HOOKS) or any(map(vars(optim_module).get, _GLOBAL_HOOKS))
 
 
 def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
