@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.models import MODELS
-from benchmarks.step_time import BASELINE, MODES, USUAL_MODES, build
+from benchmarks.modes import BASELINE, MODES, USUAL_MODES, build
 
 STEPS = 2
 

@@ -49,7 +49,8 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.step_time import fresh_models, median_interval
+from benchmarks.modes import fresh_models
+from benchmarks.tables import median_interval
 
 CHECKS = ("gradients", "ranks", "streams", "memory", "time")
 OK, FAILED, NOT_SHOWN = "ok", "FAILED", "not shown"

@@ -34,7 +34,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.models import MODELS
-from benchmarks.step_time import MODES, Run, build
+from benchmarks.modes import MODES, Run, build
 
 MIB = 2**20
 USUAL_MODES = ("local", "ddp_compile", "fxddp", "fxddp_unsplit")

@@ -1,6 +1,6 @@
 """Models to measure: random weights, synthetic inputs, each ``forward`` returns its loss.
 
-`step_time` executes this file once per mode, so every mode compiles code objects of its own (see `Note [one copy of the
+`modes.py` executes this file once per mode, so every mode compiles code objects of its own (see `Note [one copy of the
 models per mode]` there). Keep the file free of state and of imports other than torch.
 """
 

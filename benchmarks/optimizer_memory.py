@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import fxddp
-from benchmarks.step_time import fresh_models
+from benchmarks.modes import fresh_models
 
 MIB = 2**20
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

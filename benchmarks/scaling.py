@@ -32,9 +32,9 @@ import torch.distributed as dist
 
 import fxddp
 from benchmarks.models import MODELS, Transformer
+from benchmarks.modes import fresh_models
 from benchmarks.network import Network as Link
 from benchmarks.network import bits_per_second, open_network
-from benchmarks.step_time import fresh_models
 from fxddp import units
 from fxddp.explain import Explanation
 from fxddp.passes.bucketing import plan_buckets

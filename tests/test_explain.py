@@ -1,6 +1,7 @@
 """`fxddp.explain`: what it says about a model, before and while it trains, without a process group."""
 
 import gc
+import inspect
 import itertools
 import json
 import math
@@ -529,6 +530,7 @@ def test_it_explains_every_time_as_the_first_time() -> None:
     assert graph.pieces[0].cost == ""
 
 
+@pytest.mark.skipif("isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="torch before 2.13")
 def test_what_trains_goes_on_with_its_graphs() -> None:
     model = Deep()
     compiled = torch.compile(model, backend=fxddp.backend(inner="aot_eager"))
@@ -592,7 +594,7 @@ def test_a_model_without_data_and_a_device_that_is_not_there() -> None:
     assert all(p.is_meta for p in model.parameters())
     assert found.machine.flops > planned.machine.flops
     assert found.graphs[0].pieces[0].flops == planned.graphs[0].pieces[0].flops
-    if not torch.backends.cuda.is_built():
+    if not torch.cuda.is_available():
         assert "no cuda" in found.notes[0]
 
 

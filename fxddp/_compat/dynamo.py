@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -131,11 +132,14 @@ class _BreakHandler(logging.Handler):
 
 
 @contextmanager
-def compiled_for_once(backend: Any) -> Iterator[None]:
-    """Compiles inside as in a new process, and leaves nothing of it: no code, no count of it, no shapes.
+def compiled_for_once(model: Any, backend: Any) -> Iterator[Callable[..., Any]]:
+    """`torch.compile` of a model as in a new process, which leaves nothing behind: no code, no count of it, no shapes.
+
+    Before torch 2.13, where other code was compiled from the same source, Dynamo still counts this towards its limit.
 
     Args:
-        backend: what compiles, under `torch.compile(…, isolate_recompiles=True)`.
+        model: a module or a function; called inside.
+        backend: a new object, by which Dynamo tells its code from others'.
     """
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
     from torch._dynamo import convert_frame, pgo
@@ -146,9 +150,11 @@ def compiled_for_once(backend: Any) -> Iterator[None]:
     pgo._CODE_STATE, pgo._INIT_CODE_STATE = defaultdict(pgo.CodeState), None
     config: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 1 << 20)
     config |= dict.fromkeys(("automatic_dynamic_local_pgo", "automatic_dynamic_remote_pgo"), False)
+    compile_: Any = torch.compile  # its overloads leave `isolate_recompiles` out
+    alone = {"isolate_recompiles"} & signature(compile_).parameters.keys()  # from torch 2.13 on
     try:
         with torch._dynamo.config.patch(config):
-            yield
+            yield compile_(model, backend=backend, **dict.fromkeys(alone, True))
     finally:
         pgo._CODE_STATE, pgo._INIT_CODE_STATE = shapes
         for code in [code for reference in convert_frame.input_codes.seen if (code := reference()) is not None]:

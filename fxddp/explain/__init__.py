@@ -136,7 +136,7 @@ def explain(
     notes = []
     if device is not None and traced_on(device) != device and device.type != "meta":
         notes.append(
-            f"this build of torch has no {device.type}: the graphs were traced with the operators of the CPU, where a "
+            f"torch finds no {device.type} here: the graphs were traced with the operators of the CPU, where a "
             f"few of {device.type}'s differ"
         )
     return gather(

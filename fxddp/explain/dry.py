@@ -134,14 +134,12 @@ def try_forward(
         before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         if isinstance(model, nn.Module):
             backend.adopt(model)
-        compile_alone: Any = torch.compile  # its overloads leave `isolate_recompiles` out
-        compiled: Callable[..., Any] = compile_alone(model, backend=backend, isolate_recompiles=True)
         try:
             with (
                 _compat.graph_breaks_logged() as breaks,
                 torch.random.fork_rng(),
                 torch.enable_grad(),
-                _compat.compiled_for_once(backend),
+                _compat.compiled_for_once(model, backend) as compiled,
             ):
                 results = _compat.flatten(compiled(*inputs, **kwargs))
                 used = set(map(id, _compat.upstream_leaves(results)))
@@ -163,18 +161,22 @@ def try_forward(
 
 
 def traced_on(device: torch.device) -> torch.device:
-    """Where graphs for this device are traced: a torch without it cannot, and traces for the CPU."""
-    if device.type in ("cpu", "meta") or (device.type == "cuda" and torch.backends.cuda.is_built()):
+    """Where graphs for this device are traced: for the CPU where torch does not find it.
+
+    A torch that was built without CUDA ends the process on fake CUDA tensors; one that was built with it, on a machine
+    without a GPU, raises in their backward.
+    """
+    if device.type in ("cpu", "meta") or (device.type == "cuda" and torch.cuda.is_available()):
         return torch.device("cpu") if device.type == "meta" else device
     return torch.device("cpu")
 
 
 def _refuse_untraceable(tensors: Sequence[Tensor]) -> None:
-    """A fake tensor on a device that this torch was built without would end the process."""
+    """Raises for fake tensors on a device that torch does not find."""
     for tensor in tensors:
         if _compat.is_fake(tensor) and tensor.device != traced_on(tensor.device):
             raise ValueError(
-                f"this build of torch has no {tensor.device.type}, and cannot trace fake tensors there: make the model "
+                f"torch finds no {tensor.device.type} here, and cannot trace fake tensors there: make the model "
                 f"on cpu or meta and pass device={tensor.device.type!r}"
             )
 
