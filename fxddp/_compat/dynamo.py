@@ -59,7 +59,7 @@ def frame_compiled() -> tuple[str, int, str] | None:
 
 def forget_compiled(code: CodeType) -> None:
     """Has Dynamo compile this code anew."""
-    from torch._dynamo.eval_frame import reset_code
+    from torch._C._dynamo.eval_frame import reset_code
 
     reset_code(code)
 
