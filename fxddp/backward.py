@@ -17,6 +17,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .call import Binding, Call
     from .group import Group
+    from .optimizer import OptimizerInBackward
 
 _grad = attrgetter("grad")
 
@@ -98,7 +100,7 @@ class Backward:
     """
 
     def __init__(self, backend: "Backend", task: int) -> None:
-        backend.under_way.settle_all()  # nothing in this backward may see a weight change
+        backend.under_way.settle_all()  # also what only runs later, or eagerly; what this one leaves takes its place
         self.backend = backend
         self.task = task
         self.record = BackwardRecord()
@@ -118,6 +120,8 @@ class Backward:
         self._spared: list[tuple[Tensor, dict[int, Any]]] = []
         self.strangers: list[Tensor] = []
         self._explored = False
+        self._updating = False
+        self._interrupt: BaseException | None = None
         self.later: dict[int, Tensor] = {}
         self.nested = backend.registered.optimizer is not None and _compat.is_nested()
         _compat.queue_callback(_AtEnd(self))
@@ -391,6 +395,8 @@ class Backward:
             self.backend.outbox.commit()
             if self.record.sync:
                 self.backend.agreement.end_of_iteration()
+        if self._interrupt is not None:
+            raise self._interrupt
 
     def ids(self, numbers: Iterable[int]) -> set[int]:
         """The ids of the parameters with these numbers."""
@@ -406,6 +412,24 @@ class Backward:
             launched.work = None
             if not launched.outside:
                 self.record.waited(launched.index)
+
+    def wait_through(self, launched: Launched) -> None:
+        """`wait` that an interrupt does not end, only a second one does: it is raised when this backward is over."""
+        try:
+            self.wait(launched)
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            if self._interrupt is not None:
+                raise
+            self._interrupt = interrupt
+            self.wait(launched)
+
+    def update(self, optimizer: "OptimizerInBackward", parameters: Iterable[Tensor]) -> None:
+        """Has parameters updated: from the first one on this backward cannot be undone (Note [torn weights])."""
+        parameters = list(parameters)
+        self._updating = self._updating or bool(parameters)
+        optimizer.update(parameters)
 
     def update_later(self, parameters: Iterable[Tensor]) -> None:
         """Has parameters updated at the very end: a backward inside this one has averaged gradients for them."""
@@ -431,7 +455,10 @@ class Backward:
         for launched in self.launched:
             if isinstance(launched.work, Travelling):
                 launched.work.abandon()
-        if self.record.sync and group is not None and not isinstance(error, RanksDisagree):
+        if self._updating:
+            parameters = chain.from_iterable(launched.parameters for launched in self.launched)
+            self.backend.under_way.tear(chain(parameters, self.later.values()), error, group)
+        elif self.record.sync and group is not None and not isinstance(error, RanksDisagree):
             group.give_up(f"{type(error).__name__}: {error}" if error else "an exception outside of fxddp")
             for launched in self.launched:
                 if launched.work is not None and not group.drain(launched.work):

@@ -7,6 +7,7 @@ node of its results, as a pre-hook, which runs right before the compiled backwar
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -33,12 +34,21 @@ def getter(positions: Sequence[int]) -> Any:
 
 
 class Binding:
-    """The parameters that one compiled graph is called with, remembered without keeping them alive."""
+    """The parameters that one compiled graph is called with, remembered without keeping them alive.
+
+    Attributes:
+        ids, names: of the parameters, in the order of the graph's inputs.
+        repeated: ids of those that stand at several inputs: weights that were tied after the graph was compiled.
+        foreign: some do not get their gradient the usual way.
+        group: whose ranks they have met.
+        explored: what was registered when parameters nobody told us about were last looked for.
+    """
 
     def __init__(self, positions: tuple[int, ...], parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         self.ids = tuple(map(id, parameters))
         self.names = tuple(names)
-        self.foreign = any(not isinstance(p, nn.Parameter) or not p.is_leaf for p in parameters)
+        self.repeated = frozenset(i for i, times in Counter(self.ids).items() if times > 1)
+        self.foreign = bool(self.repeated) or any(not isinstance(p, nn.Parameter) or not p.is_leaf for p in parameters)
         self.group: Group | None = None
         self.explored = -1
         self._slot = {position: i for i, position in enumerate(positions)}
@@ -143,8 +153,7 @@ class Call:
         if _compat.compiled_autograd_enabled():
             raise RuntimeError(COMPILED_AUTOGRAD)
         refuse_distributed_autograd()
-        self.backend.under_way.settle_all()  # before autograd looks whether what was saved is still as it was
-        next_forward.settle(self.parameters)
+        next_forward.settle(self.parameters)  # before autograd looks whether what was saved is still as it was
         missing = [i for i, gradient in enumerate(gradients) if gradient is None]
         self.undefined = frozenset(missing)
         self.creates_graph = _compat.creates_graph()

@@ -112,7 +112,8 @@ class Channel:
         self._store = group.store(f"fxddp/{token}")
         self._wire = Wire(self.rank, self.size, group.store(f"fxddp/{token}/wire"), self.timeout)
         self._notes = Notes(self.rank, self.size, self._store)
-        self._whereabouts = Whereabouts(self.rank, self.size, own_address(self._store), self._store)
+        host = own_address(self._store)
+        self._whereabouts = Whereabouts(self.rank, self.size, host, self._store, lambda: group.exists)
         self._global_rank = dist.get_global_rank(group.process_group, self.rank)
         self._lock = threading.RLock()
         self._open: Announced | None = None
@@ -231,8 +232,13 @@ class Channel:
                     self._refuse_deadlock(before, places, what)
 
     def _refuse_deadlock(self, before: dict[int, Place], now: dict[int, Place], what: Callable[[], str]) -> None:
-        """Raises if a rank waits for this one in a collective of the user's, and has done so for a while."""
+        """Raises if a rank will not come: it waits for this one in a collective of the user's, or left the group."""
         for rank, place in now.items():
+            if place.destroyed and rank in before and before[rank].destroyed:
+                self._break(
+                    f"rank {self.rank} was about to {what()}, but rank {rank} has destroyed its process group, and is "
+                    f"{place}: {OTHER_STEPS}"
+                )
             if place == before.get(rank) and place.stuck_without(self._global_rank):
                 why = LEFT_JOIN if place.left_join else OTHER_STEPS
                 self._break(f"rank {self.rank} was about to {what()}, but rank {rank} waits for it {place}: {why}")
@@ -300,6 +306,12 @@ class Channel:
         self._given_up = {self.step: self.launched}
         self._notes.leave(self.step, self.launched, f"gave up there: {reason}", lost=False)
         self.step += 1
+
+    def lose(self, reason: str) -> None:
+        """Gives up the channel for good, unless it is: this rank is in a state that no step can follow."""
+        if not self._broken:
+            with suppress(RanksDisagree):
+                self._break(f"rank {self.rank} {reason}")
 
     def drain(self, work: Any, patience: timedelta) -> bool:
         """Waits for launched gloo work that nobody will use; False if the others will not come."""

@@ -17,7 +17,7 @@ from .config import Settings
 from .passes import pipeline
 from .passes.alike import structure
 from .passes.cost import Speeds, Work, graph_work
-from .passes.forward import cut_forward, first_reads
+from .passes.forward import Reads, cut_forward, first_needed, reading, with_work
 from .passes.launching import CAUTION, plan_launches
 from .passes.outline import Outline
 from .passes.plan import Bucket, BucketPlan, GradSpec
@@ -50,7 +50,7 @@ class Compilation:
         self._group = (group_name, group_size)
         self._forward_outputs: tuple[Any, ...] = ()
         self._forward_work = Work()
-        self._first_reads: dict[int, int] = {}
+        self._reads: tuple[Reads, ...] = ()
         self.backward: SplitBackward | None = None
         self.forward: SplitForward | None = None
         self.forward_graph: fx.GraphModule | None = None
@@ -110,7 +110,7 @@ class Compilation:
         settings = self._settings
         if settings.overlap is None or not settings.compile_pieces or not self._parameters:
             return None
-        found = cut_forward(_compat.copy_graph(gm), parameters=self._parameters.keys(), size=settings.cap // 2)
+        found = cut_forward(_compat.copy_graph(gm), parameters=self._parameters.keys(), size=settings.forward_size)
         if found is None:
             return None
         self._look_at_forward(gm)
@@ -121,7 +121,7 @@ class Compilation:
         self._forward_outputs = _compat.output_descriptors(gm)
         self._forward_work = graph_work(gm)
         if self._settings.overlap is not None:
-            self._first_reads = first_reads(gm)
+            self._reads = with_work(gm, reading(gm, parameters=self._parameters.keys()))
         if self._settings.keep_graphs:
             self.forward_graph = _compat.copy_graph(gm)
 
@@ -155,20 +155,19 @@ class Compilation:
             # settings live in a context of their own per thread: autograd's CUDA threads see none of this one's
             again = _compat.saved_context()
             backward.local = partial(copy_context().run, _compile_later, again, inner, rewritten.pieces)
-        backward.outline = replace(rewritten.outline, forward=self._forward_work)
+        backward.outline = replace(rewritten.outline, forward=self._forward_work, reads=self._reads)
         if settings.keep_graphs:
             backward.rewritten = rewritten
         return backward.announce()
 
     def _launches(self, plan: BucketPlan, told: Outline) -> tuple[tuple[int, ...], ...]:
         """Which buckets are launched when one has been packed, so that the next forward waits little."""
-        speeds, reads = self.speeds, self._first_reads
+        speeds = self.speeds
         assert speeds is not None
         values = rounded(told.values)
         seconds = [CAUTION * float(speeds.machine.seconds(piece.work.at(values))) for piece in told.pieces]
         sending = [float(speeds.network.all_reduce(bucket.nbytes)) for bucket in plan.buckets]
-        needed = [min(reads.get(grad.input, 0) for grad in bucket.grads) for bucket in plan.buckets]
-        return plan_launches(list(accumulate(seconds))[: len(sending)], sending, needed)
+        return plan_launches(list(accumulate(seconds))[: len(sending)], sending, first_needed(plan, self._reads))
 
     def _sent(self, grad: GradSpec) -> int:
         """Bytes that travel for a gradient."""

@@ -70,6 +70,11 @@ class Settings:
         return self.auto or self.overlap is not None
 
     @property
+    def forward_size(self) -> int:
+        """Bytes of parameters, about, that a piece of a forward is the first to read, if waits are to move into it."""
+        return max(1, self.cap // 2)
+
+    @property
     def wire(self) -> torch.dtype | None:
         """The dtype to which compiled code casts wider buckets, or None."""
         return None if self.codec is None else self.codec.wire

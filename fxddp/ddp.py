@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from .module_backend import ModuleBackend, Structure
 
 _instances = itertools.count()
 
-_NOT_COPIED = ("backend", "process_group", "device_mesh", "_run", "_clock", "_structure")
+_NOT_COPIED = ("backend", "process_group", "device_mesh", "_runs", "_codes", "_hooked", "_clock", "_structure")
 """What belongs to this process or this instance: made anew for a copy."""
 
 
@@ -227,10 +228,28 @@ class DistributedDataParallel(Members):
         reduction = precision.reduction(self.mixed_precision, self.backend.shared_parameters().values())
         if reduction is not None:
             self.backend.registered.carry_by(reduction)
-        self._run = precision.runner(self.mixed_precision, frozenset(self.parameters_to_ignore))
-        if self._compile is not None:
-            run = _compat.with_own_code(self._run, f"forward_{next(_instances)}_of_{type(self.module).__name__}")
-            self._run = torch.compile(run, backend=self.backend, **self._compile)
+        self._runs: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._codes: set[CodeType] = set()
+        self._hooked: tuple[int, ...] | None = None
+
+    @property
+    def _run(self) -> Callable[..., Any]:
+        """The call of the module, compiled for the hooks that modules have: Dynamo does not notice first ones.
+
+        Nor does it in code of the module's own that it compiled after a graph break.
+        """
+        hooked = self._structure.hooked
+        if hooked != self._hooked:
+            self._hooked = hooked
+            self.backend.forget_frames(self._codes)
+        if hooked not in self._runs:
+            run = precision.runner(self.mixed_precision, frozenset(self.parameters_to_ignore))
+            if self._compile is not None:
+                run = _compat.with_own_code(run, f"forward_{next(_instances)}_of_{type(self.module).__name__}")
+                self._codes.add(run.__code__)
+                run = torch.compile(run, backend=self.backend, **self._compile)
+            self._runs[hooked] = run
+        return self._runs[hooked]
 
     def _first_contact(self, *, send: bool, send_buffers: bool) -> None:
         group = self.backend.lookup()

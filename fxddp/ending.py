@@ -150,17 +150,17 @@ class Ending:
         left = {id(each.launched) for each in late}
         self._make_views()
         for launched in [each for each in backward.launched if id(each) not in left]:
-            backward.wait(launched)
+            backward.wait_through(launched)
             self._write(launched)
             ready = [p for p in launched.parameters if last[id(p)] is launched and id(p) not in backward.later]
             if outer is None:
-                optimizer.update(ready)
+                backward.update(optimizer, ready)
             else:
                 outer.update_later(ready)
         if backward.group is None:
             backward.update_later(backward.local.values())
         if outer is None:
-            optimizer.update(backward.later.values())
+            backward.update(optimizer, backward.later.values())
         else:
             outer.update_later(backward.later.values())
         if late:

@@ -8,8 +8,9 @@ gradients, as under DistributedDataParallel, with the collectives of one normal 
 
 A gradient goes back through autograd instead
   * local and unscaled: if the parameter has tensor hooks (they see the local gradient), is not a leaf or not an
-    `nn.Parameter` any more, or the backward accumulates only somewhere (`autograd.grad`, `backward(inputs=…)`) or
-    makes a graph of its own (`create_graph=True`);
+    `nn.Parameter` any more, stands at several inputs of the graph (autograd adds up what comes from each), or the
+    backward accumulates only somewhere (`autograd.grad`, `backward(inputs=…)`) or makes a graph of its own
+    (`create_graph=True`);
   * reduced: if the user hooked its accumulation (optimizer in backward);
   * not at all: if no output it depends on got a gradient (AOTAutograd fills zeros), or it was frozen meanwhile.
 """
@@ -194,15 +195,23 @@ def _exceptions(program: Program, call: "Call") -> Exceptions:
     )
     if usual:
         return NO_EXCEPTIONS
+    by_bucket = list(zip(program.plan.buckets, call.parameters_by_bucket(program.plan), strict=True))
+    defined = {
+        id(parameter)
+        for bucket, members in by_bucket
+        for grad, parameter in zip(bucket.grads, members, strict=True)
+        if not grad.tangents or not grad.tangents <= call.undefined
+    }
     found = Exceptions()
-    for bucket, members in zip(program.plan.buckets, call.parameters_by_bucket(program.plan), strict=True):
-        for i, (grad, parameter) in enumerate(zip(bucket.grads, members, strict=True)):
+    for bucket, members in by_bucket:
+        for i, parameter in enumerate(members):
             where = (bucket.index, i)
-            if (grad.tangents and grad.tangents <= call.undefined) or not parameter.requires_grad:
+            if id(parameter) not in defined or not parameter.requires_grad:
                 found.dropped.add(where)
             elif (
                 not isinstance(parameter, nn.Parameter)
                 or not parameter.is_leaf
+                or id(parameter) in call.binding.repeated
                 or _compat.hooks_before_accumulation(parameter)
             ):
                 found.local.add(where)

@@ -81,6 +81,12 @@ class Group:
         return alive(self.reference)
 
     @property
+    def exists(self) -> bool:
+        """Whether the process group was not destroyed."""
+        made = self.reference()
+        return made is not None and _compat.group_exists(made)
+
+    @property
     def name(self) -> str:
         """The group's name; names are used again after a group is destroyed."""
         return str(self.process_group.group_name)
@@ -186,6 +192,11 @@ class Group:
         if self._channel is not None:
             self._channel.give_up(reason)
 
+    def lose(self, reason: str) -> None:
+        """Tells the other ranks that this one cannot go on with them."""
+        if self._channel is not None:
+            self._channel.lose(reason)
+
     def close(self) -> None:
         """Closes the side channel of a group that was destroyed."""
         if self._channel is not None:
@@ -262,8 +273,7 @@ _groups: list[Group] = []
 def _shared(process_group: dist.ProcessGroup) -> Group:
     """The one `Group` of a process group: all backends on it share its side channel."""
     for group in list(_groups):
-        made = group.reference()
-        if made is None or not _compat.group_exists(made):
+        if not group.exists:
             group.close()
             _groups.remove(group)
     for group in _groups:

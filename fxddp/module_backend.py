@@ -8,9 +8,10 @@ any, while no synchronised forward waits for one, is none of the wrapper's: some
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import chain
+from itertools import chain, compress
 from math import inf
 from operator import is_
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,9 @@ KEPT_MARKS = 64
 HOLDERS = ("_modules", "_parameters")
 """Where modules keep their members, in dicts; those of TorchScript have something else there, and never change."""
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where modules keep their hooks."""
+
 
 class ModuleBackend(Backend):
     """A backend that serves one module, told about each of its forwards.
@@ -57,7 +61,19 @@ class ModuleBackend(Backend):
         self._sparse: set[int] = set()
         self.has_buffers = False
         self.owes_backward = False
+        self._frames: weakref.WeakSet[CodeType] = weakref.WeakSet()
         self.keep_up()  # what is wrapped is going to be trained
+
+    def __call__(self, *arguments: Any, **kwargs: Any) -> Any:
+        """As `Backend.__call__`."""
+        if (code := _compat.code_compiled()) is not None:
+            self._frames.add(code)
+        return super().__call__(*arguments, **kwargs)
+
+    def forget_frames(self, kept: AbstractSet[CodeType]) -> None:
+        """Has all code that graphs came from compiled anew, but for some."""
+        for code in self._frames - kept:
+            _compat.forget_compiled(code)
 
     def keep_up(self) -> None:
         """Watches parameters that came or took the place of others."""
@@ -179,6 +195,13 @@ class Structure:
         self._counted = [*self._holders, *(held for part in parts if isinstance(held := part.get("_buffers"), dict))]
         self._counts = list(map(len, self._counted))
         self._members = list(self._now())
+        hooks = [held for part in parts for key in HOOKS if isinstance(held := part.get(key), dict)]
+        self._hooks = [*_compat.hooks_of_all_modules(), *hooks]
+
+    @property
+    def hooked(self) -> tuple[int, ...]:
+        """Which modules have hooks of which kinds here and now: positions in an order of its own."""
+        return tuple(compress(range(len(self._hooks)), self._hooks))
 
     def has_changed(self) -> bool:
         """Whether modules or parameters came, went or were replaced, or the number of buffers is another."""

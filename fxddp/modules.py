@@ -158,8 +158,10 @@ def modules_in(values: Iterable[Any]) -> Iterator[nn.Module]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(module.named_parameters(), module.named_buffers())
+    """Named parameters and buffers, without what stands in for a parameter, as in `functional_call`."""
+    parameters = (named for named in module.named_parameters() if isinstance(named[1], nn.Parameter))
+    return chain(parameters, module.named_buffers())
 
 
 def _kind(module: nn.Module) -> Kind:
-    return type(module), sum(1 for _ in _tensors(module))
+    return type(module), sum(1 for _ in chain(module.parameters(), module.buffers()))

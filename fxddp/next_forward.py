@@ -20,12 +20,18 @@ before two backwards) would read saved weights that change under it. So everythi
 them, and it refuses them by their version, as after any `optimizer.step()` in between.
 
 An update uses the optimizer's settings of the end of its backward: a scheduler's step comes in between.
+
+Note [torn weights]: once a first parameter is updated there is no way back, and ranks that fail then may have updated
+different ones. So an interrupt (Ctrl-C) in a wait costs no update: in the next forward the bucket stays under way, and
+whoever needs it next waits again; at the end of a backward it is raised when all is updated (`ending.py`). After
+whatever else fails from there on, weights are of two steps: nothing uses them again, on any rank.
 """
 
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +86,8 @@ class UnderWay:
         self._group: Group | None = None
         self._update: Callable[[Iterable[Tensor]], None] | None = None
         self._record: BackwardRecord | None = None
-        self._broken = ""
+        self._torn: dict[int, Tensor] = {}
+        self._why = ""
         self.doubtful: set[int] = set()
         _guard()
 
@@ -107,17 +114,31 @@ class UnderWay:
         Raises:
             RanksDisagree: another rank gave up, or did not come in time; from then on this raises every time.
         """
-        wanted = {id(each) for tensor in tensors if (each := self._of.get(id(tensor))) is not None}
-        if wanted and self._broken:
+        tensors = list(tensors)
+        if self._torn and any(id(tensor) in self._torn for tensor in tensors):
             self._refuse()
+        wanted = {id(each) for tensor in tensors if (each := self._of.get(id(tensor))) is not None}
         if wanted:
             self._settle([each for each in self._late if id(each) in wanted])
 
     def settle_all(self) -> None:
         """`settle` for everything."""
-        if self._broken:
+        if self._torn:
             self._refuse()
         self._settle(list(self._late))
+
+    def tear(self, parameters: Iterable[Tensor], error: BaseException | None, group: "Group | None") -> None:
+        """Notes that an update of these failed half-way: they are refused from now on, here and by the other ranks.
+
+        What is still under way is never used. See Note [torn weights].
+        """
+        under_way = chain.from_iterable(late.launched.parameters for late in self._late)
+        self._torn = {id(p): p for p in chain(parameters, under_way)}
+        self._why = f"{type(error).__name__}: {error}" if error is not None else "an exception outside of fxddp"
+        self._late, self._of, self._record, self._update = [], {}, None, None
+        _busy.add(self)
+        if group is not None:
+            group.lose(f"failed in the middle of an update ({self._why})")
 
     def note_piece(self, number: int) -> None:
         """Notes that a piece of a forward starts while buckets are under way."""
@@ -138,12 +159,8 @@ class UnderWay:
 
     def _settle(self, late: list[Late]) -> None:
         for each in late:
-            try:
-                while each in self._late:
-                    self._finish(self._first_arrived(each))
-            except BaseException as error:
-                self._broken = f"{type(error).__name__}: {error}"
-                raise
+            while each in self._late:
+                self._finish(self._first_arrived(each))
         if late and not self._late:
             assert self._record is not None
             self._record.stop_looking()
@@ -156,9 +173,20 @@ class UnderWay:
 
     @torch.no_grad()
     def _finish(self, late: Late) -> None:
+        try:
+            self._wait(late)
+        except Exception as error:  # not an interrupt, after which it is as much under way as before
+            self.tear((), error, self._group)
+            raise
+        try:
+            self._write(late)
+        except BaseException as error:
+            self.tear((), error, self._group)
+            raise
+
+    def _wait(self, late: Late) -> None:
         launched, backend = late.launched, self._backend()
-        assert backend is not None and self._group is not None
-        assert self._record is not None and self._update is not None
+        assert backend is not None and self._group is not None and self._record is not None
         if changed := late.written():
             raise RuntimeError(
                 f'{backend.names(changed)} changed while its update was under way (overlap="next_forward"): what was '
@@ -170,6 +198,10 @@ class UnderWay:
             self._group.wait(launched.work, lambda: f"average {backend.names(launched.parameters)}")
             self._record.waited(launched.index)
         launched.work = None
+
+    def _write(self, late: Late) -> None:
+        launched = late.launched
+        assert self._update is not None
         written = [(p, p.grad) for p in launched.parameters if p.grad is not None]
         for parameter, view in zip(launched.parameters, bucket_views(late.bucket, late.flat), strict=True):
             parameter.grad = view
@@ -183,8 +215,9 @@ class UnderWay:
 
     def _refuse(self) -> None:
         raise RuntimeError(
-            f"an update that was still under way failed earlier ({self._broken}): some weights are of one step and "
-            "some of another. Start again from a checkpoint"
+            f"an update failed half-way earlier ({self._why}): some weights are of one step and some of another. Make "
+            "model, optimizer and backend anew, on a new process group, and load a checkpoint; or start all processes "
+            "again from one"
         )
 
 

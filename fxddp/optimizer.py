@@ -42,6 +42,10 @@ STEP_HOOKS = (
     "optimizer.step() yourself"
 )
 
+WITHOUT_SCALER = (
+    "Leave the scaler out (bfloat16 needs none), or call scaler.step(optimizer) yourself, without optimizer=…"
+)
+
 _numbers = itertools.count()
 _scaled: set[int] = set()
 """Backwards of losses that a GradScaler has scaled."""
@@ -95,8 +99,7 @@ class OptimizerInBackward:
         if task in _scaled:
             raise RuntimeError(
                 f"a GradScaler scaled this loss, and an optimizer in backward ({self.name}) would update with scaled "
-                "gradients, before the scaler looks at them: leave the scaler out (bfloat16 needs none), or call "
-                "scaler.step(optimizer) yourself, without optimizer=…"
+                f"gradients, before the scaler looks at them. {WITHOUT_SCALER}"
             )
         if _compat.has_step_hooks(self._optimizer):
             raise RuntimeError(STEP_HOOKS)
@@ -171,16 +174,9 @@ class _Part:
             members[group_of[id(parameter)]].append(parameter)
         self._part = _compat.part_of(optimizer, [{"params": members[i]} for i in self._groups])
         self._rates: list[Tensor | None] = [None] * len(self._groups)
-        self._compiled: Any = None
+        self._compiled = _compat.step_to_compile(self._part, f"update_{next(_numbers)}") if compiles else None
         self._fixed: Any = None
         self._state: Any = None
-        if compiles:
-            part = self._part
-
-            def update() -> None:
-                part.step()
-
-            self._compiled = torch.compile(_compat.with_own_code(update, f"update_{next(_numbers)}"))
 
     def step(self, settings: Settings) -> None:
         """Updates the parameters from their gradients, with these settings of the optimizer's groups."""
@@ -203,16 +199,17 @@ class _Part:
             members = [p for group in self._part.param_groups for p in group["params"] if p in self._state]
             self._part.state = defaultdict(dict, {p: self._state[p] for p in members})
         else:
-            self._run_compiled()
+            self._run(self._compiled)
 
-    def _run_compiled(self) -> None:
+    @torch.no_grad()
+    def _run(self, compiled: Callable[[], None]) -> None:
         for i, group in enumerate(self._part.param_groups):
             rate = self._rates[i]
             if rate is None:
                 rate = self._rates[i] = torch.empty((), dtype=torch.float64)
             rate.fill_(group["lr"])
             group["lr"] = rate  # a number would be compiled in
-        self._compiled()
+        compiled()
 
 
 def optimizer_over(optim: type[Optimizer], parameters: Iterable[nn.Parameter], *args: Any, **kwargs: Any) -> Optimizer:
@@ -228,7 +225,8 @@ def optimizer_over(optim: type[Optimizer], parameters: Iterable[nn.Parameter], *
 
 @functools.cache
 def _guard() -> None:
-    _compat.before_clipping(_refuse_clipping)
+    _compat.before_clipping(torch.compiler.disable(_refuse_clipping))  # not once and for all, when that is compiled
+    _compat.before_unscaling(torch.compiler.disable(_refuse_unscaling))
     _compat.when_scaled(_note_scaled)
 
 
@@ -239,10 +237,26 @@ def _note_scaled() -> None:
 
 
 def _refuse_clipping(parameters: Iterable[Tensor]) -> None:
-    gone = [tuple(p.shape) for p in parameters if any(optimizer.has_updated(p) for optimizer in _living)]
-    if gone:
+    if found := _updated(parameters):
         raise RuntimeError(
-            f"clip_grad_norm_ came after the backward that has updated {len(gone)} of these parameters already (the "
-            f"first of shape {gone[0]}) and taken their gradients: with an optimizer in backward there is nothing left "
-            "to clip. Clip without optimizer=…, and call optimizer.step() yourself"
+            f"gradients are to be clipped, but {found}: there is nothing left to clip. Clip without optimizer=…, and "
+            "call optimizer.step() yourself"
         )
+
+
+def _refuse_unscaling(parameters: Iterable[Tensor]) -> None:
+    if found := _updated(parameters):
+        raise RuntimeError(
+            f"a GradScaler is to unscale gradients, but {found}: with whatever scale they had. {WITHOUT_SCALER}"
+        )
+
+
+def _updated(parameters: Iterable[Tensor]) -> str:
+    """Says how many of these have been updated by the last backward; "" for none."""
+    gone = [tuple(p.shape) for p in parameters if any(optimizer.has_updated(p) for optimizer in _living)]
+    if not gone:
+        return ""
+    return (
+        f"the last backward has updated {len(gone)} of these parameters already (the first of shape {gone[0]}) and "
+        "taken their gradients, with an optimizer in backward"
+    )

@@ -70,7 +70,7 @@ def bandwidth(value: float | str, what: str = "bandwidth") -> float:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*([kmgt]?i?)(bit|bits|b|B)(?:/s|ps)\s*", value, re.IGNORECASE)
         if match is None or match[2].lower() not in _PREFIXES:
-            raise ValueError(f"{what} must be like 100Gbit/s, 12.5GB/s or a number of bytes per second, got {value!r}")
+            raise ValueError(f"{what} must be like 100Gbit/s or 12.5GB/s, got {value!r}")
         bits = match[3].lower().startswith("bit") or match[3] == "b"
         value = _number(what, match[1]) * _PREFIXES[match[2].lower()] / (8 if bits else 1)
     positive(what, value)
@@ -86,7 +86,7 @@ def seconds(value: float | str) -> float:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*(s|ms|us|µs|μs|ns)\s*", value)
         if match is None:
-            raise ValueError(f"latency must be like 5us, 0.1ms or a number of seconds, got {value!r}")
+            raise ValueError(f"latency must be like 5us or 0.1ms, got {value!r}")
         value = _number("latency", match[1]) * _SECONDS[match[2]]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValueError(f"latency must be a finite number, not negative, got {value!r}")

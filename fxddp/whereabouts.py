@@ -11,8 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,6 +57,7 @@ class Place:
         collective: the function of torch.distributed that it is in, or "".
         ranks: the (global) ranks that take part in that.
         left_join: it asks, at the end of torch's `Join`, which ranks have inputs left.
+        destroyed: it has destroyed its process group.
     """
 
     line: str = ""
@@ -64,6 +65,7 @@ class Place:
     collective: str = ""
     ranks: tuple[int, ...] = ()
     left_join: bool = False
+    destroyed: bool = False
 
     def stuck_without(self, rank: int) -> bool:
         """Whether it waits in a collective of the user's for a (global) rank that is in fxddp."""
@@ -81,10 +83,11 @@ class Whereabouts:
         size: of the group.
         host: this machine's address on the way to the others.
         store: shared by the group, with keys that nobody else uses.
+        exists: whether the process group is still there.
     """
 
-    def __init__(self, rank: int, size: int, host: str, store: dist.Store) -> None:
-        self._rank, self._size, self._store = rank, size, store
+    def __init__(self, rank: int, size: int, host: str, store: dist.Store, exists: Callable[[], bool]) -> None:
+        self._rank, self._size, self._store, self._exists = rank, size, store, exists
         self._secret = secrets.token_hex(8).encode()
         self._thread = threading.get_ident()
         self._next = 0
@@ -136,7 +139,8 @@ class Whereabouts:
 
     def _look(self) -> Place:
         frame = sys._current_frames().get(self._thread)  # noqa: SLF001 (documented, for debuggers)
-        return Place() if frame is None else place_of(frame)
+        place = Place() if frame is None else place_of(frame)
+        return place if self._exists() else replace(place, destroyed=True)
 
 
 def place_of(frame: FrameType) -> Place:

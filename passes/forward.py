@@ -8,15 +8,18 @@ that is still to be updated. All else keeps its order.
 """
 
 import operator
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import fx
 
+from .cost import Work, node_work
 from .gradients import graph_outputs
 from .pieces import SIZE, Slots, cut
+from .plan import BucketPlan
 from .schedule import is_impure
 from .split import bind_symbols
 
@@ -33,6 +36,23 @@ class ForwardStep(Slots):
     """
 
     reads: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The parameters that one node of a forward is the first to compute with.
+
+    Attributes:
+        place: the node's, in the graph.
+        positions: theirs, among the Dynamo graph's inputs.
+        nbytes: of all of them.
+        before: work of the forward until then.
+    """
+
+    place: int
+    positions: tuple[int, ...]
+    nbytes: int
+    before: Work = field(default_factory=Work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +90,49 @@ def first_reads(gm: fx.GraphModule) -> dict[int, int]:
     return found
 
 
+def reading(gm: fx.GraphModule, *, parameters: Collection[int]) -> tuple[Reads, ...]:
+    """In what order a forward comes to its parameters; empty if it has an input that nobody can name.
+
+    Args:
+        gm: the graph.
+        parameters: positions of the parameters among the Dynamo graph's inputs.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if any(_position(node) is None and isinstance(node.meta.get("val"), torch.Tensor) for node in placeholders):
+        return ()
+    nbytes = {_position(node): _nbytes(node) for node in placeholders}
+    at: dict[int, list[int]] = {}
+    for position, place in first_reads(gm).items():
+        if position in parameters:
+            at.setdefault(place, []).append(position)
+    return tuple(Reads(place, tuple(read), sum(nbytes[each] for each in read)) for place, read in at.items())
+
+
+def with_work(gm: fx.GraphModule, found: Sequence[Reads]) -> tuple[Reads, ...]:
+    """Adds the work before each."""
+    before = list(accumulate(node_work(gm).values(), initial=Work()))
+    return tuple(replace(each, before=before[each.place]) for each in found)
+
+
+def first_needed(plan: BucketPlan, found: Sequence[Reads]) -> list[int]:
+    """By bucket, the place in a forward that first computes with a parameter of it; 0 if one is not computed with."""
+    place = {position: each.place for each in found for position in each.positions}
+    return [min(place.get(grad.input, 0) for grad in bucket.grads) for bucket in plan.buckets]
+
+
+def piece_of_each(found: Sequence[Reads], size: int) -> tuple[int, ...]:
+    """The piece of a forward that reads each of these first, if pieces read `size` bytes first, about."""
+    size = max(size, sum(each.nbytes for each in found) // MOST)
+    pieces = []
+    last = held = 0
+    for each in found:
+        if held >= size:
+            last, held = last + 1, 0
+        held += each.nbytes
+        pieces.append(last)
+    return tuple(pieces)
+
+
 def cut_forward(
     gm: fx.GraphModule, *, parameters: Collection[int], size: int
 ) -> tuple[ForwardProgram, tuple[fx.GraphModule, ...]] | None:
@@ -83,15 +146,14 @@ def cut_forward(
     Returns:
         The program and its pieces; None if there is nothing to cut, or an input that nobody can name.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    if any(_position(node) is None and isinstance(node.meta.get("val"), torch.Tensor) for node in placeholders):
-        return None
     bind_symbols(gm)
-    weights = {node for node in placeholders if _position(node) in parameters}
-    total = sum(map(_nbytes, weights))
-    pieces = _assign(gm.graph, weights, max(size, total // MOST))
-    if len(pieces) < 2:
+    found = reading(gm, parameters=parameters)
+    starts = dict(zip((each.place for each in found), piece_of_each(found, size), strict=True))
+    if not starts or max(starts.values()) == 0:
         return None
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    weights = {node for node in placeholders if _position(node) in parameters}
+    pieces = _assign(gm.graph, weights, starts)
     results = list(graph_outputs(gm.graph))
     returned = {value for value in results if isinstance(value, fx.Node)}
     slots, slot, modules = cut(gm, pieces, returned=returned)
@@ -108,24 +170,17 @@ def cut_forward(
     return ForwardProgram(len(slot), tuple(steps), outputs, constants), tuple(modules)
 
 
-def _assign(graph: fx.Graph, weights: set[fx.Node], size: int) -> list[list[fx.Node]]:
-    """The nodes of each piece."""
+def _assign(graph: fx.Graph, weights: set[fx.Node], starts: Mapping[int, int]) -> list[list[fx.Node]]:
+    """The nodes of each piece; `starts`: by place, the piece of a node that reads a parameter first."""
     light = _light(graph, weights)
     piece_of: dict[fx.Node, int] = {}
-    known: set[fx.Node] = set()
-    last, held = 0, 0
-    for node in graph.nodes:
+    last = 0
+    for place, node in enumerate(graph.nodes):
         if node.op in ("placeholder", "output", "get_attr") or node in light:
             continue
-        if node.target in (operator.getitem, SIZE) and node.args[0] in piece_of:
-            piece_of[node] = piece_of[node.args[0]]  # only single values cross pieces, with their sizes
-            continue
-        news = {source for source in _sources(node, light) if source in weights} - known
-        if news and held >= size:
-            last, held = last + 1, 0
-        known |= news
-        held += sum(map(_nbytes, news))
-        piece_of[node] = last
+        last = starts.get(place, last)
+        inside = node.target in (operator.getitem, SIZE) and node.args[0] in piece_of
+        piece_of[node] = piece_of[node.args[0]] if inside else last  # only single values cross, with their sizes
     for node in reversed(graph.nodes):
         if node in light:
             users = [piece_of[user] for user in node.users if user in piece_of]

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from .cost import Work, graph_work, node_work, symbol_values
+from .forward import Reads
 from .gradients import graph_outputs
 from .plan import GradSpec
 
@@ -64,6 +65,7 @@ class Outline:
         values: the dynamic sizes, with the values they had when the graph was traced.
         work: of the whole graph, without the packing of buckets.
         forward: the work of the forward graph.
+        reads: in what order that comes to its parameters, if waits are to move into it.
     """
 
     nodes: int
@@ -72,6 +74,7 @@ class Outline:
     values: Mapping[Any, int] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
     forward: Work = field(default_factory=Work)
+    reads: tuple[Reads, ...] = ()
 
 
 def outline(gm: fx.GraphModule, specs: Iterable[GradSpec]) -> Outline:

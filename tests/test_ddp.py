@@ -681,6 +681,44 @@ def test_parameters_used_outside_of_forward(pool: Pool, compiles: bool):
     pool.run(outside, compiles)
 
 
+def doubled(_: Any, __: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def hooked_later(rank: int, world: int, breaks: bool) -> None:
+    """Dynamo has no guards for the first hook of a module; modules hooked before and after are compiled with them."""
+    module = seeded(0, Mlp)
+    if breaks:  # in the middle of the forward, so that code of the module's own is compiled
+        module.middle.register_full_backward_hook(lambda *_: None)
+    model = wrapped(module)
+    everywhere = nn.modules.module.register_module_forward_hook
+    kinds: list[Callable[[], Any]] = [
+        lambda: module.last.register_forward_hook(doubled),
+        lambda: module.first.register_forward_pre_hook(lambda _, x: (x[0] + 1,)),
+        lambda: module.last.register_full_backward_pre_hook(lambda _, g: (g[0] * 3,)),
+        lambda: module.first.register_full_backward_hook(lambda _, g, __: g),
+        lambda: everywhere(lambda m, _, y: y + 1 if isinstance(m, nn.Linear) else None),
+    ]
+    for i in range(3 * len(kinds)):  # without, with, without, …
+        handle = kinds[i // 3]() if i % 3 == 1 else None
+        module.zero_grad()
+        loss_of(model, i).backward()
+        expect_equal(gradients(module), average(local(module, i)), f"step {i}", tol=1e-6)
+        if handle is not None:
+            handle.remove()
+    graphs = len(model.backend.plans)
+    handle = module.last.register_forward_hook(doubled)
+    module.zero_grad()
+    loss_of(model, 99).backward()
+    expect_equal(gradients(module), average(local(module, 99)), "the first hook again", tol=1e-6)
+    expect(breaks or len(model.backend.plans) == graphs, "compiled again for hooks that it was compiled for")
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_hooks_that_come_after_the_first_step(pool: Pool, breaks: bool):
+    pool.run(hooked_later, breaks)
+
+
 # ---- unused parameters -----------------------------------------------------------------------------------------------
 
 

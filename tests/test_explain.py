@@ -21,7 +21,7 @@ from fxddp.explain.compare import compare
 from fxddp.explain.diff import changes
 from fxddp.explain.dry import DryBackend
 from fxddp.explain.text import text
-from fxddp.explain.timeline import Steps, computed, exposed, length, simulate
+from fxddp.explain.timeline import AFTER, UNCOVERED, Steps, computed, length, simulate, waits
 from fxddp.passes.cost import Network
 
 
@@ -462,17 +462,120 @@ def test_a_diff_of_long_texts_takes_no_time() -> None:
 def test_the_step_is_the_one_of_the_model() -> None:
     """Counted by hand: N=2, 1000 bytes a second, no latency: an all-reduce of n bytes takes n/1000 seconds."""
     network = Network(2, 1000, 0)
-    spans = simulate([Steps(1, ((2, 0, 5000), (1, 1, 1000), (3, None, 0)))], network, [2000])
+    spans = simulate([Steps((1,), ((2, (0,)), (1, (1,)), (3, ())), (5000, 1000))], network, [2000])
     sent = [(span.kind, span.index, span.start, span.end) for span in spans if span.lane == "network"]
     assert sent == [("bucket", 0, 3, 8), ("bucket", 1, 8, 9), ("uncovered", 0, 9, 11)]
     assert (computed(spans), length(spans)) == (7, 11)
-    assert [exposed(span, 7) for span in spans if span.lane == "network"] == [1, 1, 2]
-    assert [span.graph for span in simulate([Steps(1, ((1, None, 0),))] * 2, None)] == [0, 1, 1, 0]
+    assert waits(spans) == {(0, 0): 1, (0, 1): 1, (UNCOVERED, 0): 2}
+    assert [span.graph for span in simulate([Steps((1,), ((1, ()),))] * 2, None)] == [0, 1, 1, 0]
+
+
+def test_the_next_forward_waits_for_what_it_reads() -> None:
+    """Counted by hand, as above: bucket 1 of graph 0 is needed first and launched first, its bucket 0 never read."""
+    network = Network(2, 1000, 0)
+    first = Steps((1, 2, 1), ((2, ()), (1, (1, 2, 0))), (2000, 5000, 3000), {0: AFTER, 1: 0, 2: 2})
+    second = Steps((4,), ((3, (0,)),), (1000,))  # another graph uses its bucket, too: the backward waits
+    spans = simulate([first, second], network, [1000])
+    told = [(span.kind, span.graph, span.index, span.start, span.end) for span in spans if span.lane == "network"]
+    assert told == [
+        ("bucket", 1, 0, 3, 4),
+        ("bucket", 0, 1, 6, 11),
+        ("bucket", 0, 2, 11, 14),
+        ("bucket", 0, 0, 14, 16),
+        ("uncovered", UNCOVERED, 0, 16, 17),
+    ]
+    told = [(span.kind, span.graph, span.index, span.start, span.end) for span in spans if span.lane == "compute"]
+    assert told == [
+        ("piece", 1, 0, 0, 3),
+        ("piece", 0, 0, 3, 5),
+        ("piece", 0, 1, 5, 6),
+        ("wait", UNCOVERED, 0, 6, 17),
+        ("forward", 0, 0, 17, 18),
+        ("forward", 0, 1, 18, 20),
+        ("forward", 0, 2, 20, 21),
+        ("forward", 1, 0, 21, 25),
+    ]
+    spans = simulate([first, second], network)
+    told = [(span.kind, span.graph, span.index, span.start, span.end) for span in spans if span.lane == "compute"]
+    assert told[3:] == [
+        ("wait", 0, 1, 6, 11),
+        ("forward", 0, 0, 11, 12),
+        ("forward", 0, 1, 12, 14),
+        ("forward", 0, 2, 14, 15),
+        ("forward", 1, 0, 15, 19),
+    ]
+    slow = simulate([first], Network(2, 500, 0))
+    told = [(span.kind, span.graph, span.index, span.start, span.end) for span in slow if span.lane == "compute"]
+    assert told[2:] == [
+        ("wait", 0, 1, 3, 13),
+        ("forward", 0, 0, 13, 14),
+        ("forward", 0, 1, 14, 16),
+        ("wait", 0, 2, 16, 19),
+        ("forward", 0, 2, 19, 20),
+        ("wait", 0, 0, 20, 23),
+    ]
+    assert (length(slow), computed(slow), sum(waits(slow).values())) == (23, 7, 16)
+
+
+def chain(width: int = 64) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
+
+
+def late(model: nn.Module, **arguments: Any) -> dict[str, Any]:
+    return {"overlap": "next_forward", "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), **arguments}
+
+
+def test_waits_in_the_next_forward_are_those_of_the_compiled_program() -> None:
+    model = chain(128)
+    settings = late(model, bucket_mb=0.08, first_bucket_mb=0.05, inner="aot_eager")
+    backend = fxddp.backend(**settings)
+    compiled = torch.compile(model, backend=backend)
+    compiled(torch.randn(60, 128)).sum().backward()
+    told: dict[str, Any] = {"world_size": 8, "bandwidth": "200Mbit/s", "flops": 3e9}
+    dry = fxddp.explain(model, torch.randn(60, 128), **settings, **told)
+    (compilation,) = [site.compilation for site in backend.sites]
+    assert compilation.forward is not None and compilation.backward is not None
+    program = compilation.backward.program
+    piece_of = {p: k for k, step in enumerate(compilation.forward.program.steps) for p in step.reads}
+    needed = [min(piece_of[grad.input] for grad in bucket.grads) for bucket in program.plan.buckets]
+    assert len(set(needed)) > 2
+    for found in (dry, fxddp.explain(compiled, **told)):
+        assert [bucket.needed for bucket in found.buckets] == needed
+        assert found.timeline[0].kind == "piece"
+        assert sum(span.kind == "forward" for span in found.timeline) == len(compilation.forward.program.steps)
+        assert found.computing == pytest.approx(found.graphs[0].forward_seconds + found.graphs[0].seconds)
+        assert sum(bucket.exposed or 0 for bucket in found.buckets) == pytest.approx(found.exposed)
+        assert "step, from a backward through the next forward: " in str(found)
+        for bucket in found.buckets:
+            assert re.search(rf"^ +{bucket.index} .*  forward {bucket.needed}  ", str(found), re.MULTILINE)
+    sent = [span.index for span in dry.timeline if span.kind == "bucket"]
+    assert sent != sorted(sent), "the one needed first does not queue behind all others"
+    assert any(bucket.piece > bucket.index for bucket in dry.buckets), "some are held back"
+    launched_with = {bucket: packed for packed, several in enumerate(program.launches) for bucket in several}
+    trained = fxddp.explain(compiled, **told)
+    assert [bucket.piece for bucket in trained.buckets] == [launched_with[bucket.index] for bucket in trained.buckets]
+    usual = fxddp.explain(model, torch.randn(60, 128), **(settings | {"overlap": None}), **told)
+    assert dry.computing == pytest.approx(usual.computing)
+    assert 0 < dry.exposed < usual.exposed
+    for found in (dry, usual):
+        (mine,) = (size for size in found.sizes if size.bucket_mb == found.settings["bucket_mb"])
+        assert mine.exposed == pytest.approx(found.exposed, abs=1e-12)
+    other = fxddp.explain(model, torch.randn(60, 128), **(settings | {"bucket_mb": 0.1}), **told)
+    (tried,) = (size for size in dry.sizes if size.bucket_mb == 0.1)
+    assert tried.buckets == len(other.buckets)
+    assert tried.exposed == pytest.approx(other.exposed, rel=0.02)
+
+
+def test_a_parameter_of_several_graphs_is_waited_for_in_the_backward() -> None:
+    model = Twice()
+    found = explain(model, 8, **late(model))
+    assert {bucket.needed for bucket in found.buckets} == {None}
+    assert found.timeline[0].kind == "forward"
 
 
 def test_what_is_exposed_adds_up() -> None:
     found = explain(Net(), world_size=64, bandwidth="1Gbit/s", latency=0)
-    late = sum(span.seconds for span in found.timeline if span.kind == "uncovered")
+    late = sum(span.seconds for span in found.timeline if span.kind == "wait" and span.graph == UNCOVERED)
     assert found.seconds == pytest.approx(found.computing + found.exposed)
     assert sum(bucket.exposed or 0 for bucket in found.buckets) + late == pytest.approx(found.exposed)
     assert sum(piece.seconds for graph in found.graphs for piece in graph.pieces) == pytest.approx(
@@ -615,6 +718,7 @@ def test_other_bucket_sizes_are_tried() -> None:
     assert (auto, tried) == ("auto", sorted(tried))
     (mine,) = (size for size in found.sizes if size.bucket_mb == found.settings["bucket_mb"])
     assert mine.buckets == len(found.buckets)
+    assert mine.exposed == pytest.approx(found.exposed, abs=1e-12)
     again = explain(Net(), world_size=8, bandwidth="1Gbit/s", bucket_mb=0.25)
     (other,) = (size for size in found.sizes if size.bucket_mb == 0.25)
     assert isinstance(other, Size)
@@ -653,8 +757,14 @@ def test_the_trace_has_predicted_and_recorded_rows(tmp_path: Path) -> None:
     assert len(spans) == len(found.timeline)
     for event, span in zip(spans, found.timeline, strict=True):
         assert (event["ts"], event["dur"]) == (pytest.approx(span.start * 1e6), pytest.approx(span.seconds * 1e6))
-    sent = [event for event in spans if event["name"] == "fxddp.bucket0.allreduce"]
-    assert [event["args"]["bytes"] for event in sent] == [b.nbytes for b in reversed(found.buckets) if b.index == 0]
+    launched = [b for graph in reversed(found.graphs) for b in graph.buckets]  # numbered as in a profile
+    for number, bucket in enumerate(launched):
+        (sent,) = (event for event in spans if event["name"] == f"fxddp.bucket{number}.allreduce")
+        assert (sent["args"]["bytes"], sent["ts"]) == (bucket.nbytes, pytest.approx((bucket.start or 0) * 1e6))
+    pieces = [event["name"] for event in spans if event["cat"] == "piece"]
+    assert pieces == [f"fxddp.piece{number}" for number in range(sum(len(graph.pieces) for graph in found.graphs))]
+    outside = [event["name"] for event in spans if event["cat"] == "uncovered"]
+    assert outside == ["fxddp.bucketoutside.allreduce"] * len(outside) != []
     rows = {(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
     assert {name for _, name in rows} == {"compute", "network"}
     for (pid, tid), same in itertools.groupby(
@@ -691,6 +801,17 @@ def test_what_cannot_be_explained_is_refused(arguments, message: str) -> None:
 def test_an_argument_that_nobody_knows_is_named() -> None:
     with pytest.raises(TypeError, match=r"bucket_gb is neither an argument of explain nor of fxddp\.backend"):
         fxddp.explain(nn.Linear(2, 2), torch.ones(1, 2), bucket_gb=1)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="needs a model, a function or what was compiled of one, got NoneType"):
+        fxddp.explain(None, torch.ones(1))
+
+
+def test_nothing_to_send_is_told() -> None:
+    for model in (nn.Flatten(), nn.Linear(8, 8).requires_grad_(False)):
+        assert "nothing that this forward returns depends on what requires grad" in str(explain(model, 4))
+    assert "nothing that this forward" not in str(explain(Looped(), 4))
 
 
 def test_inputs_for_a_backend_are_refused() -> None:

@@ -28,11 +28,25 @@ class Net(nn.Module):
 def with_inputs():
     return Net(), (torch.zeros(2, 8),)
 
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(8, 64)
+
+    def forward(self, x, *, more):
+        return self.one(x + more)
+
+def with_names():
+    return Sum(), {"x": torch.zeros(2, 8), "more": torch.zeros(8)}
+
 def words():
     return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
 
 ready = Net()
 number = 7
+
+def picky():
+    raise ValueError("no such size")
 
 def broken():
     raise RuntimeError("no data here\\nsecond line")
@@ -73,6 +87,11 @@ def test_it_writes_page_trace_and_json(folder: Path, capsys: pytest.CaptureFixtu
 def test_inputs_may_be_integers(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["explain", "little_models:words", "--input-shape", "4,3:int64", *FAST]) == 0
     assert "0.weight" in capsys.readouterr().out
+
+
+def test_inputs_may_have_names(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["explain", "little_models:with_names", *FAST]) == 0
+    assert "one.weight" in capsys.readouterr().out
 
 
 def test_two_bucket_sizes_are_compared(folder: Path, capsys: pytest.CaptureFixture) -> None:
@@ -123,17 +142,44 @@ def test_two_saved_reports_are_compared(folder: Path, capsys: pytest.CaptureFixt
         (["little_models:Net", "--input-shape", "2,8", "--html", "no/such/folder.html"], 2, "No such file"),
         (["little_models:Net", "--input-shape", "2,9"], 1, "RuntimeError: a and b must have same reduction dim"),
         (["little_models:broken", "--input-shape", "2,9"], 1, "no data here (--traceback"),
+        (["little_models:picky", "--input-shape", "2,9"], 1, "ValueError: no such size (--traceback"),
+        (["little_models:Net", "--input-shape", "2,8", "--flops", "-1"], 2, "--flops: flops must be a positive"),
+        (["little_models:Net", "--input-shape", "2,8", "--bandwidth", "1e9"], 2, "--bandwidth: bandwidth must be like"),
+        (["little_models:Net", "--input-shape", "2,8", "--measure", "--device", "cuda"], 2, "leave --device out"),
         (["compare", "a.html"], 2, "compare takes one model or two saved reports"),
         (["compare", "a.json", "b.json"], 2, "a.json: No such file"),
         (["compare", "little_models.json", "little_models.json"], 2, "is not a saved report"),
+        (["compare", "bytes.json", "bytes.json"], 2, "bytes.json is not a saved report"),
+        (["compare", "other.json", "other.json"], 2, "other.json: not a saved report"),
     ],
 )
 def test_an_error_is_one_line(folder: Path, capsys: pytest.CaptureFixture, arguments, code: int, message: str) -> None:
     Path("little_models.json").write_text("hello")
+    Path("bytes.json").write_bytes(b"\xff\xfe{")
+    Path("other.json").write_text("[]")
     assert main(["explain", *arguments, *([] if arguments[0] == "compare" or "--inner" in arguments else FAST)]) == code
     out, error = capsys.readouterr()
     assert out == ""
     assert message in error, error
+    assert len(error.strip().splitlines()) == 1, error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: target"),
+        (["little_models:Net", "--world-size", "two"], "argument --world-size: invalid int value: 'two'"),
+        (["little_models:Net", "--bucket-mb", "x"], "'x' is neither a number nor auto"),
+        (["little_models:Net", "--speed", "1"], "unrecognized arguments: --speed 1"),
+        (["compare", "little_models:Net", "--bucket-mb", "1"], "argument --bucket-mb: expected 2 arguments"),
+    ],
+)
+def test_an_argument_that_cannot_be_read_is_one_line(capsys: pytest.CaptureFixture, arguments, message: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", *arguments])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
     assert len(error.strip().splitlines()) == 1, error
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import fxddp
 from fxddp import units
 from fxddp.explain import Bucket, Graph, Parameter
-from tests.test_explain import Net
+from tests.test_explain import Net, chain, late
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 FLAGS = [
@@ -128,6 +128,25 @@ def test_the_page_shows_what_travels_and_how(tmp_path: Path) -> None:
         assert bucket.route in text
 
 
+@in_a_browser
+def test_the_page_shows_waits_in_the_next_forward(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = chain()
+    settings = late(model, bucket_mb=0.04, first_bucket_mb=0.02, inner="aot_eager")
+    found = fxddp.explain(model, torch.randn(60, 64), world_size=8, bandwidth="100Mbit/s", **settings)
+    elements = loaded(found, tmp_path)
+    check_numbers(found, elements)
+    figures = {attributes["data-figure"]: text for attributes, text in elements.having("data-figure")}
+    assert figures["seconds"].endswith("a step, from a backward through the next forward")
+    rows = {attributes["data-bucket"]: text for attributes, text in elements.having("data-bucket")}
+    for bucket in found.buckets:
+        assert f"forward {bucket.needed}" in rows[f"{bucket.graph}.{bucket.index}"]
+    drawn = [(int(attributes["data-index"]), attributes["data-kind"]) for attributes, _ in elements.having("data-kind")]
+    assert sorted(index for index, kind in drawn if kind == "wait") == sorted(
+        span.index for span in found.timeline if span.kind == "wait"
+    )
+
+
 def large(small: fxddp.Explanation, count: int = 10_000) -> fxddp.Explanation:
     """The report of a model of so many parameters, without waiting for Dynamo to trace one."""
     per_bucket = 20
@@ -202,6 +221,9 @@ def test_a_model_with_ten_thousand_parameters(small: fxddp.Explanation, tmp_path
     assert len(rows) == 200
     assert [int(attributes["data-bytes"]) for attributes, _ in rows] == [b.nbytes for b in found.buckets[:200]]
     assert "show all 500" in "".join(elements.found[0][2])
+    styles = [attributes.get("style", "") for attributes, _ in elements.having("title")]
+    parts = [float(style.removeprefix("width: ").partition("%")[0]) for style in styles if style.startswith("width: ")]
+    assert sum(parts[:300]) == pytest.approx(100, abs=0.1), "the bar of the whole model is full"
     assert (tmp_path / "report.html").stat().st_size < 8e6
 
 

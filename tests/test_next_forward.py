@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import fxddp
+from fxddp.group import Group
 from fxddp.passes.cost import Machine, Network, Speeds
 from tests.live.lab import SMALL, Mlp, buckets, compiled, data, error_of, expect, expect_equal, loss_of, seeded
 from tests.live.pool import Pool
@@ -33,12 +38,29 @@ class Deep(nn.Module):
         return x
 
 
+@contextlib.contextmanager
+def raising(owner: type, name: str, error: BaseException, times: int = 1) -> Iterator[None]:
+    """The first calls of a method raise instead."""
+    method, left = vars(owner)[name], [error] * times
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if left:
+            raise left.pop()
+        return method(*arguments, **options)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, method)
+
+
 def weights(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters())
 
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:
-    """Fused, so that no update is compiled: Dynamo compiles torch's `step` for at most eight sets of parameters."""
+    """Fused, so that no update is compiled, which takes longer than all the rest."""
     return torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
 
 
@@ -73,6 +95,14 @@ def same_weights(rank: int, world: int, inner: str) -> None:
         optimizer.zero_grad()
         for schedule in schedules:
             schedule.step()
+    found, ran = fxddp.explain(model), backend.stats().backwards[-2]
+    drawn = Counter(span.kind for span in found.recorded)
+    expect(drawn["bucket"] == drawn["wait"] == buckets(backend) and drawn["forward"] >= 2, f"recorded: {drawn}")
+    sent = [span.start + ran.begin - bucket.launched for span, bucket in zip(
+        (span for span in found.recorded if span.kind == "bucket"), ran.buckets, strict=True)]  # fmt: skip
+    expect(max(map(abs, sent)) < 1e-9, "that of the last backward that nothing is left of")
+    expect(all(span.seconds >= 0 for span in found.recorded), f"{found.recorded}")
+    expect(all(bucket.needed is not None for bucket in found.buckets), str(found))
     before = waits_in_forward(backend.stats().last)
     expect(not before, f"waited before anybody read a weight: {before}")
     backend.synchronize()
@@ -369,35 +399,76 @@ def test_ranks_with_other_orders(pool: Pool):
     pool.run(other_orders)
 
 
-def failing(rank: int, world: int) -> None:
+def failing(rank: int, world: int, where: str) -> None:
+    """A wait or an update fails on one rank: no rank goes on with these weights, and a checkpoint does."""
     module = seeded(0, Deep)
-    model, backend = compiled(module, optimizer=adam(module), **OVERLAP)
+    optimizer = adam(module)
+    model, backend = compiled(module, optimizer=optimizer, **OVERLAP)
     for step in range(2):
         loss_of(model, step).backward()
-    group = backend.lookup()
-    assert group is not None
-    wait = type(group).wait
+    saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+    loss_of(model, 2).backward()
+    if rank == 0:
+        owner, name = (Group, "wait") if where == "wait" else (torch.optim.AdamW, "step")
+        with raising(owner, name, RuntimeError("the link is gone")):
+            error = error_of(lambda: loss_of(model, 3), "a forward whose bucket is not used")
+        expect("the link is gone" in str(error), f"says what: {error}")
+        for what, call in (
+            ("a forward", lambda: loss_of(model, 3)),
+            ("a checkpoint", module.state_dict),
+            ("synchronize", backend.synchronize),
+        ):
+            error = error_of(call, what)
+            expect("new process group" in str(error) and "the link is gone" in str(error), f"{what} says so: {error}")
+    else:
+        error = error_of(lambda: loss_of(model, 3).backward(), "a step without the other rank")
+        expect(isinstance(error, fxddp.RanksDisagree) and "the link is gone" in str(error), f"of rank 0: {error}")
+    ends = []
+    for more in ({"process_group": dist.new_group([0, 1]), **OVERLAP}, {"process_group": dist.new_group([0, 1])}):
+        module = seeded(5, Deep)
+        optimizer = adam(module)
+        module.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        model, backend = compiled(module, optimizer=optimizer, **more)
+        for step in (2, 3):
+            loss_of(model, step).backward()
+        backend.synchronize()
+        ends.append(weights(module))
+    expect_equal(ends[0], ends[1], "from the checkpoint on")
 
-    def lost(self: Any, work: Any, what: Any) -> None:
-        raise RuntimeError(f"the link is gone: {what()}")
 
-    type(group).wait = lost  # type: ignore[method-assign]
-    try:
-        error = error_of(lambda: loss_of(model, 2), "a forward whose bucket does not arrive")
-    finally:
-        type(group).wait = wait  # type: ignore[method-assign]
-    expect("the link is gone" in str(error) and "layers." in str(error), f"names what and whom: {error}")
-    for what, call in (
-        ("a forward", lambda: loss_of(model, 2)),
-        ("a checkpoint", module.state_dict),
-        ("synchronize", backend.synchronize),
-    ):
-        error = error_of(call, what)
-        expect("checkpoint" in str(error) and "the link is gone" in str(error), f"{what} says so: {error}")
+@pytest.mark.parametrize("where", ["wait", "update"])
+def test_a_failure_is_never_forgotten(pool: Pool, where: str):
+    pool.run(failing, where, discard=True)
 
 
-def test_a_failure_is_never_forgotten(pool: Pool):
-    pool.run(failing, discard=True)
+def interrupted(rank: int, world: int, whom: tuple[int, ...]) -> None:
+    """Ctrl-C while a bucket is waited for, on some ranks: the program catches it, and all weights come out right."""
+    (module, _, late, backend), (reference, _, usual, _) = pairs(Deep, "aot_eager")
+    expected, _, never, _ = pairs(Deep, "aot_eager")[1]
+    for step in range(3):
+        for model in (late, usual, never):
+            loss_of(model, step).backward()
+        with raising(Group, "wait", KeyboardInterrupt(), times=int(rank in whom)):
+            if rank in whom:
+                error = error_of(partial(loss_of, late, step))
+                expect(isinstance(error, KeyboardInterrupt), f"as it was raised: {error}")
+        with raising(Group, "wait", KeyboardInterrupt(), times=int(rank in whom)):
+            loss = loss_of(usual, 10 + step)
+            if rank in whom:
+                expect(isinstance(error_of(loss.backward), KeyboardInterrupt), "as it was raised")
+            else:
+                loss.backward()
+        loss_of(never, 10 + step).backward()
+        loss_of(late, 10 + step).backward()
+    backend.synchronize()
+    expect_equal(weights(module), weights(expected), "interrupted in the next forward")
+    expect_equal(weights(reference), weights(expected), "interrupted in the backward")
+
+
+@pytest.mark.parametrize("whom", [(0,), (0, 1)])
+def test_an_interrupt_in_a_wait(pool: Pool, whom: tuple[int, ...]):
+    pool.run(interrupted, whom)
 
 
 def wrapped(rank: int, world: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -15,12 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import fxddp
+from fxddp.optimizer import OptimizerInBackward
 from tests.live.lab import (
     SMALL,
     Mlp,
@@ -117,6 +121,33 @@ def compiled_updates(rank: int, world: int) -> None:
 
 def test_compiled_updates_are_not_compiled_again(pool: Pool):
     pool.run(compiled_updates)
+
+
+def test_every_update_is_compiled_however_many_there_are(monkeypatch: pytest.MonkeyPatch):
+    """Where torch compiles `Optimizer.step` for eight sets of parameters; and none of these eight is used up."""
+    graphs = 0
+
+    def counting(gm: torch.fx.GraphModule, _: Any) -> Any:
+        def run(*arguments: Tensor) -> Any:
+            nonlocal graphs
+            graphs += 1
+            return gm(*arguments)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    buckets = [nn.Parameter(torch.ones(2, 3)) for _ in range(20)]
+    update = OptimizerInBackward(torch.optim.SGD(buckets, lr=0.1, momentum=0.9), compiles=True)
+    for step in range(3):
+        update.begin(step)
+        graphs = 0
+        for parameter in buckets:
+            parameter.grad = torch.ones(2, 3)
+            update.update([parameter])
+        assert graphs == (len(buckets) if step else 0)  # the first makes the optimizer's state
+    for parameter in buckets:
+        assert torch.allclose(parameter, torch.full((2, 3), 1 - 0.1 * (1 + 1.9 + 2.71)))
+    assert not _debug_get_cache_entry_list(inspect.unwrap(torch.optim.SGD.step).__code__)
 
 
 def overlapped(rank: int, world: int) -> None:
@@ -357,7 +388,17 @@ def test_ranks_with_different_optimizers(pool: Pool, late: bool):
         assert "the optimizer in backward differs between ranks: AdamW on rank 1, SGD on rank 0" in message
 
 
-def clipped(rank: int, world: int) -> str:
+CLIPPING: dict[str, Callable[[nn.Module], object]] = {
+    "clip_grad_norm_": lambda model: clip_grad_norm_(model.parameters(), 1.0),
+    "clip_grads_with_norm_": lambda model: clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(2.0)),
+    "clip_grad_value_": lambda model: clip_grad_value_(model.parameters(), 1.0),
+    "clip_grad_value_, compiled": lambda model: torch.compile(clip_grad_value_, backend="eager")(
+        model.parameters(), 1.0
+    ),
+}
+
+
+def clipped(rank: int, world: int) -> dict[str, str]:
     module = seeded(0, Mlp)
     model = fxddp.DistributedDataParallel(module, inner="aot_eager")
     model._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.5)
@@ -365,12 +406,13 @@ def clipped(rank: int, world: int) -> str:
         message = str(error_of(partial(model._register_fused_optim, unknown)))  # type: ignore[arg-type]
         expect("must be a class" in message, message)
     loss_of(model, 0).backward()
-    return str(error_of(lambda: clip_grad_norm_(model.parameters(), 1.0)))
+    return {how: str(error_of(partial(clip, model), how)) for how, clip in CLIPPING.items()}
 
 
 def test_clipping_after_the_update_is_refused(pool: Pool):
-    for message in pool.run(clipped):
-        assert "clip_grad_norm_ came after the backward that has updated 6 of these parameters already" in message
+    for messages in pool.run(clipped):
+        for how, message in messages.items():
+            assert "to be clipped, but the last backward has updated 6 of these parameters already" in message, how
 
 
 def test_clipping_elsewhere_goes_on():
@@ -378,6 +420,8 @@ def test_clipping_elsewhere_goes_on():
     parameter.grad = torch.full((4,), 10.0)
     clip_grad_norm_([parameter, nn.Parameter(torch.ones(2))], 1.0)
     assert parameter.grad.norm().item() == pytest.approx(1.0, abs=1e-4)
+    clip_grad_value_(parameter, 0.1)
+    assert parameter.grad.tolist() == pytest.approx([0.1] * 4)
 
 
 @pytest.mark.parametrize(
@@ -479,12 +523,13 @@ def test_hooks_put_around_the_step_later():
     model, _ = compiled(module, optimizer=optimizer)
     loss_of(model, 0).backward()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    hook = optimizer.register_step_post_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="has hooks around its step"):
-        loss_of(model, 1).backward()
-    expect_equal(weights(module), before, "a backward that was refused")
-    hook.remove()
-    module.zero_grad()
+    for register in (optimizer.register_step_post_hook, register_optimizer_step_pre_hook):  # the latter for all of them
+        hook = register(lambda *_: None)
+        with pytest.raises(RuntimeError, match="has hooks around its step"):
+            loss_of(model, 1).backward()
+        expect_equal(weights(module), before, "a backward that was refused")
+        hook.remove()
+        module.zero_grad()
     loss_of(model, 2).backward()
     assert not torch.equal(module.last.bias, before["last.bias"])
 
@@ -538,21 +583,29 @@ def test_alone_without_a_process_group():
         expect_equal(weights(module), weights(reference), f"step {step}", tol=1e-6)
 
 
-def scaled(rank: int, world: int) -> str:
+def scaled(rank: int, world: int) -> list[str]:
     """A scaler's gradients are never used; a scaler of another model's loss is nobody's business."""
     module, other = seeded(0, Mlp), seeded(1, Mlp)
-    model, _ = compiled(module, optimizer=optimizer_of("SGD", module))
+    optimizer, others = optimizer_of("fused", module), optimizer_of("SGD", other)  # whose `step` a scaler calls itself
+    model, _ = compiled(module, optimizer=optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loss_of(model, 0).backward()
     scaler.scale(loss_of(other, 0)).backward()
+    scaler.step(others)
     loss_of(model, 1).backward()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    message = str(error_of(lambda: scaler.scale(loss_of(model, 2)).backward()))
+    messages = [str(error_of(lambda: scaler.scale(loss_of(model, 2)).backward()))]
     expect_equal(weights(module), before, "after the error")
-    torch.amp.GradScaler("cpu", enabled=False).scale(loss_of(model, 3)).backward()
-    return message
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(loss_of(model, 3)).backward()
+    off.unscale_(optimizer)
+    off.step(optimizer)
+    (loss_of(model, 4) * scaler.get_scale()).backward()  # which nobody can tell from any other loss
+    return messages + [str(error_of(partial(use, optimizer))) for use in (scaler.unscale_, scaler.step)]
 
 
 def test_a_scaler_is_refused(pool: Pool):
-    for message in pool.run(scaled):
-        assert "a GradScaler scaled this loss, and an optimizer in backward (SGD) would update with scaled" in message
+    for first, *later in pool.run(scaled):
+        assert "a GradScaler scaled this loss, and an optimizer in backward (AdamW) would update with scaled" in first
+        for message in later:
+            assert "to unscale gradients, but the last backward has updated 6 of these parameters already" in message

@@ -410,3 +410,79 @@ def test_a_weight_converted_on_one_rank_is_refused_on_both(pool: Pool, kind: str
 def test_weights_converted_on_all_ranks(pool: Pool, kind: str, compiles: bool) -> None:
     """To another kind and back."""
     pool.run(_converted, kind, compiles, (0, 1))
+
+
+class Tied(nn.Module):
+    """Two heads of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.trunk(x).relu()
+        return self.one(x), self.two(x)
+
+
+def _tied_later(rank: int, world: int, wraps: bool, split: bool, one_bucket: bool) -> None:
+    """Dynamo does not compile anew: from then on one parameter stands at two inputs of the graph."""
+    module = seeded(0, Tied)
+    usual: dict[str, Any] = {"split": split, "find_unused_parameters": True, "inner": "aot_eager"}
+    size = 25 if one_bucket else 1e-4
+    if wraps:
+        model: Any = fxddp.DistributedDataParallel(module, bucket_cap_mb=size, **usual)
+    else:
+        model = torch.compile(module, backend=fxddp.backend(size, first_bucket_mb=size, **usual))
+    steps = [(0, 1), (0, 1), (0,), (1,), (rank,)]
+    for i, heads in enumerate(steps):
+        if i == 1:
+            module.two.weight = module.one.weight
+        twin = copy.deepcopy(module)
+        for keeps in (False, True):  # what is there is filled again
+            module.zero_grad(set_to_none=not keeps)
+
+            def loss(m: Any, i: int = i, heads: tuple[int, ...] = heads) -> Tensor:
+                outputs = m(data(i, 5, 4))
+                return sum((outputs[head].square().sum() for head in heads), torch.zeros(()))
+
+            loss(model).backward()
+            twin.zero_grad()
+            loss(twin).backward()
+            for (name, got), want in zip(module.named_parameters(), twin.parameters(), strict=True):
+                total = torch.zeros_like(got) if want.grad is None else want.grad / world
+                dist.all_reduce(total)
+                found = torch.zeros_like(got) if got.grad is None else got.grad
+                expect(torch.allclose(found, total, atol=1e-5), f"step {i}, {keeps}: {name} is averaged")
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+def test_weights_tied_after_the_first_step(pool: Pool, wraps: bool) -> None:
+    for split, one_bucket in ((True, True), (True, False), (False, True)):
+        pool.run(_tied_later, wraps, split, one_bucket)
+
+
+def _stand_ins(rank: int, world: int) -> None:
+    """What `functional_call` puts in a parameter's place is this rank's own: neither sent nor compared."""
+    module = seeded(0, lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
+    model, _ = compiled(module)
+    for i, (names, trains) in enumerate([(["2.weight"], True), (["2.weight", "2.bias"], False), (None, True)] * 2):
+        chosen = [name for name, _ in module.named_parameters() if names is None or name in names]
+        noise = {name: data(i, *module.get_parameter(name).shape) for name in chosen}
+
+        def loss(m: Any, noise: dict[str, Tensor] = noise, trains: bool = trains, i: int = i) -> Tensor:
+            own = dict(m.named_parameters())
+            inner = "_orig_mod." if m is model else ""
+            fast = {inner + n: own[inner + n] * 2 + v if trains else v.clone() for n, v in noise.items()}
+            found: Tensor = torch.func.functional_call(m, fast, (data(i, 5, 4),)).square().sum()
+            for n, v in noise.items():
+                expect(trains or torch.equal(fast[inner + n], v), f"step {i}: {n} stays this rank's")
+            return found
+
+        twin = copy.deepcopy(module)
+        module.zero_grad()
+        loss(model).backward()
+        _expect_average(module, twin, loss, f"step {i}")
+
+
+def test_tensors_in_place_of_parameters_stay_local(pool: Pool) -> None:
+    pool.run(_stand_ins)

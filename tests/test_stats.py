@@ -245,7 +245,7 @@ def test_a_report_on_a_training_has_what_it_recorded(pool: Pool, tmp_path) -> No
             "fxddp: predicted",
             "fxddp: recorded",
         }
-        assert [e["name"] for e in events if e["ph"] == "X" and e["cat"] == "wait"] == [
+        assert [e["name"] for e in events if e["ph"] == "X" and e["cat"] == "wait" and e["pid"] == 1] == [
             f"fxddp.bucket{i}.wait" for i in range(len(found.buckets))
         ]
 

@@ -44,6 +44,28 @@ def test_a_rank_that_has_left_the_loop(pool: Pool, kind: str):
     assert ": it ran another number of steps" in message
 
 
+def leaving(rank: int, world: int) -> str:
+    """Rank 1 destroys the group when it is through, and lives on."""
+    group, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
+    model, _ = compiled(seeded(0, Mlp), process_group=group)
+    loss_of(model, 0).backward()
+    if rank == 1:
+        dist.destroy_process_group(group)
+        store.wait(["told"])
+        return ""
+    since = time.monotonic()
+    message = str(error_of(lambda: loss_of(model, 1).backward()))
+    store.set("told", "")
+    expect(time.monotonic() - since < 30, "long before the group's timeout")
+    return message
+
+
+def test_a_rank_that_has_destroyed_the_group(pool: Pool):
+    message = pool.run(leaving, discard=True)[0]
+    assert "rank 0 was about to reduce at a compiled graph (first.weight" in message
+    assert "but rank 1 has destroyed its process group, and is at test_whereabouts.py:" in message
+
+
 def late(rank: int, world: int) -> None:
     """Ranks that are only late: asleep, in a collective without rank 0, or in one that rank 0 need not wait in."""
     others = dist.new_group([1, 2])
@@ -105,7 +127,7 @@ def test_what_a_stack_says():
 def test_questions_and_answers():
     """Of more ranks than are asked at once, all are asked in the end; strangers and the dead give no answer."""
     store = dist.HashStore()
-    asked = [Whereabouts(rank, 100, "127.0.0.1", store) for rank in range(99)]
+    asked = [Whereabouts(rank, 100, "127.0.0.1", store, lambda: True) for rank in range(99)]
     places: dict[int, Place] = {}
     for _ in range(3):
         places |= asked[0].ask()

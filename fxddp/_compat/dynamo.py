@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -40,15 +40,28 @@ def frame_is_resumed() -> bool:
     return str(tx.f_code.co_name).startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
-def frame_compiled() -> tuple[str, int, str] | None:
-    """File, line and name of the code that Dynamo is compiling right now; None outside of one."""
+def code_compiled() -> CodeType | None:
+    """The code that Dynamo is compiling right now; None outside of one."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        code = InstructionTranslator.current_tx().f_code
+        code: CodeType = InstructionTranslator.current_tx().f_code
     except AttributeError:
         return None
-    return str(code.co_filename), int(code.co_firstlineno), str(code.co_name)
+    return code
+
+
+def frame_compiled() -> tuple[str, int, str] | None:
+    """Its file, line and name."""
+    code = code_compiled()
+    return None if code is None else (code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def forget_compiled(code: CodeType) -> None:
+    """Has Dynamo compile this code anew."""
+    from torch._C._dynamo.eval_frame import reset_code
+
+    reset_code(code)
 
 
 def recompile_reason() -> str:
@@ -329,6 +342,18 @@ def with_own_code(function: Any, name: str) -> Any:
     """The same function with a code object of its own: Dynamo counts recompiles, and learns sizes, by code object."""
     code = function.__code__.replace(co_name=name, co_qualname=name)
     return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+def hooks_of_all_modules() -> list[dict[int, Any]]:
+    """Where torch keeps the hooks that every module calls."""
+    from torch.nn.modules import module
+
+    return [
+        module._global_forward_hooks,
+        module._global_forward_pre_hooks,
+        module._global_backward_hooks,
+        module._global_backward_pre_hooks,
+    ]
 
 
 def only_inlined(function: Any) -> Any:

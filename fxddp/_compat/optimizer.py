@@ -10,13 +10,18 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.optim import optimizer as optim_module
+
+from .dynamo import with_own_code
+from .wrapping import wrap, wrap_inside
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether a user registered hooks around `step`."""
-    return any(getattr(optimizer, name, None) for name in _HOOKS)
+    """Whether a user registered hooks around `step`, of this optimizer or of all."""
+    return any(getattr(optimizer, name, None) for name in _HOOKS) or any(map(vars(optim_module).get, _GLOBAL_HOOKS))
 
 
 def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -29,21 +34,54 @@ def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     return part
 
 
+def step_to_compile(optimizer: Optimizer, name: str) -> Callable[[], None] | None:
+    """What an optimizer's `step` computes, compiled, to be called with grad off; None where torch has it not compiled.
+
+    torch compiles `step` by itself, after the graph breaks of its decorators: one code object for all optimizers of a
+    class, of which it compiles eight. Here is the function within, with a code object of its own.
+
+    Args:
+        optimizer: made by `part_of`, so that there are no hooks around the step.
+        name: the function's, in torch's logs.
+    """
+    step: Any = type(optimizer).step
+    while not getattr(step, "_torchdynamo_disable", False):
+        if not hasattr(step, "__wrapped__"):
+            return functools.partial(torch.compile(with_own_code(step, name)), optimizer)
+        step = step.__wrapped__
+    return None
+
+
 def note_step(optimizer: Optimizer) -> None:
     """Tells learning rate schedulers that the optimizer made its step."""
     vars(optimizer)["_opt_called"] = True
 
 
 def before_clipping(guard: Callable[[Iterable[Tensor]], None]) -> None:
-    """Has `guard` look at the parameters whose gradients `torch.nn.utils.clip_grad_norm_` is about to scale."""
-    scale = clip_grad._clip_grads_with_norm_
+    """Has `guard` look at the parameters whose gradients a function of `torch.nn.utils` is about to clip.
 
-    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> None:
+    `clip_grad_norm_` is one of them: it ends with the first of these.
+    """
+
+    def guarded(clip: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         guard(parameters)
-        scale(parameters, *args, **kwargs)
+        clip(parameters, *args, **kwargs)
 
-    clip_grad._clip_grads_with_norm_ = guarded
+    wrap_inside(clip_grad._clip_grads_with_norm_, guarded)
+    wrap_inside(clip_grad.clip_grad_value_, guarded)
+
+
+def before_unscaling(guard: Callable[[Iterable[Tensor]], None]) -> None:
+    """Has `guard` look at the parameters of an optimizer whose gradients a `torch.amp.GradScaler` is about to use."""
+
+    def guarded(method: Callable[..., Any], self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self.is_enabled():
+            guard(_members(optimizer))
+        return method(self, optimizer, *args, **kwargs)
+
+    wrap(GradScaler, "unscale_", guarded)
+    wrap(GradScaler, "step", guarded)
 
 
 @functools.cache
@@ -56,35 +94,34 @@ def before_saving(settle: Callable[[Iterable[Tensor]], None]) -> None:
     )
     for owner, members, names in saved:
         for name in names:
-            setattr(owner, name, _after(settle, members, getattr(owner, name)))
+            wrap(owner, name, functools.partial(_settled, settle, members))
 
 
 def _members(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _after(
-    settle: Callable[[Iterable[Tensor]], None], members: Callable[[Any], Iterable[Tensor]], method: Callable[..., Any]
-) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def settled(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            settle(members(owner))
-        return method(owner, *args, **kwargs)
-
-    return settled
+def _settled(
+    settle: Callable[[Iterable[Tensor]], None],
+    members: Callable[[Any], Iterable[Tensor]],
+    method: Callable[..., Any],
+    owner: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not torch.compiler.is_compiling():
+        settle(members(owner))
+    return method(owner, *args, **kwargs)
 
 
 def when_scaled(note: Callable[[], None]) -> None:
     """Has `note` called in every backward through a loss that a `torch.amp.GradScaler` has scaled."""
-    scale = GradScaler.scale
 
-    @functools.wraps(scale)
-    def noted(self: GradScaler, outputs: Any) -> Any:
+    def noted(scale: Callable[..., Any], self: GradScaler, outputs: Any) -> Any:
         scaled = scale(self, outputs)
         for tensor in [scaled] if isinstance(scaled, Tensor) else scaled:
             if self.is_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: note())
         return scaled
 
-    GradScaler.scale = noted  # type: ignore[method-assign]
+    wrap(GradScaler, "scale", noted)

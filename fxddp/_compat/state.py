@@ -2,11 +2,13 @@
 
 import functools
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from .wrapping import wrap
 
 PREFIX = "module."
 MARK = "saved_by_fxddp"
@@ -26,13 +28,13 @@ def _mark(_wrapper: nn.Module, _state: Mapping[str, Any], prefix: str, metadata:
 
 @functools.cache
 def _accept_marked() -> None:
-    load = nn.Module.load_state_dict
+    wrap(nn.Module, "load_state_dict", _load_plain)
 
-    @functools.wraps(load)
-    def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return load(self, _plain(self, state_dict), *args, **kwargs)
 
-    nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+def _load_plain(
+    load: Callable[..., Any], module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    return load(module, _plain(module, state_dict), *args, **kwargs)
 
 
 def _plain(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """`fxddp.explain`: what a training will send, when, and what that costs; before or while it trains.
 
-report   what was found, as plain data           gather   from a backend's graphs to a report
+report   what was found, as plain data: parts    gather   from a backend's graphs to a report
 text     for a terminal                          dry      one forward that trains nothing
 page     for a browser                           timeline when everything happens
 trace    for Perfetto                            advice   what would make it faster
@@ -27,7 +27,8 @@ from fxddp.speeds import assumed
 
 from .dry import traced_on, try_forward
 from .gather import gather, name_of
-from .report import ASSUMED, GIVEN, MEASURED, Break, Bucket, Explanation, Gradient, Graph, Parameter, Pass, Piece, Size
+from .parts import Break, Bucket, Gradient, Graph, Parameter, Pass, Piece, Size
+from .report import ASSUMED, GIVEN, MEASURED, Explanation
 from .timeline import Span
 
 __all__ = [
@@ -99,7 +100,7 @@ def explain(
 
     Raises:
         ValueError: no inputs were given and the model is not compiled with fxddp, or an argument is not allowed.
-        TypeError: an argument is neither one of these nor one of `fxddp.backend`.
+        TypeError: an argument is neither one of these nor one of `fxddp.backend`, or the model cannot be called.
     """
     device = None if device is None else _device(device)
     if world_size is not None:
@@ -125,6 +126,8 @@ def explain(
             "explain(backend) shows what it compiled; to plan for other arguments, pass the model and its inputs"
         )
     model, trained = _plain(model_or_backend)
+    if not callable(model):
+        raise TypeError(f"explain needs a model, a function or what was compiled of one, got {type(model).__name__}")
     settings = _changed(make_settings() if trained is None else trained.settings, backend_arguments)
     if world_size is None:
         world_size = _world_size(settings, trained)
@@ -134,6 +137,8 @@ def explain(
     speeds = Speeds(machine, network or assumed("cpu", 1).network)
     tried = try_forward(model, inputs, kwargs or {}, settings, speeds, device=device, measure=measure)
     notes = []
+    if not any(site.compilation.backward for site in tried.backend.sites) and not tried.used:
+        notes.append("nothing that this forward returns depends on what requires grad: no gradient is computed or sent")
     if device is not None and traced_on(device) != device and device.type != "meta":
         notes.append(
             f"torch finds no {device.type} here: the graphs were traced with the operators of the CPU, where a "

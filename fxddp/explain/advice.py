@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from fxddp.config import AUTO
 from fxddp.units import count, duration, mib, share, size
 
-from .report import Explanation, Parameter
+from .parts import Parameter
+from .report import Explanation
 
 WORTH = 0.02
 """Shares of a step below this are not worth a word."""

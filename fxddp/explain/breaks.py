@@ -7,7 +7,7 @@ from fxddp.passes.outline import innermost
 from fxddp.site import Site
 
 from .dry import Tried
-from .report import Break
+from .parts import Break
 
 
 def break_of(site: Site) -> Break | None:
@@ -18,6 +18,8 @@ def break_of(site: Site) -> Break | None:
 def _plain(reason: str) -> str:
     """Dynamo's explanation of a graph break in one line, without addresses and without the hints below it."""
     lines = [re.sub(r" at 0x[0-9a-f]+", "", line).strip() for line in reason.strip().splitlines()]
+    if lines and lines[0].startswith("generic_jump"):
+        return "a branch on the value of a tensor"
     explained = (line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: "))
     return next(explained, lines[0] if lines else "")
 

@@ -6,7 +6,8 @@
     python -m fxddp explain compare before.json after.html
 
 The target is a model, or a function or class that is called without arguments and makes one; a function may return
-`(model, inputs)` and needs no `--input-shape` then. Nothing is trained, sent, or put on a device.
+`(model, inputs)` and needs no `--input-shape` then. Inputs are one, a tuple of them, or a dict of keyword arguments.
+Nothing is trained, sent, or put on a device.
 
 Exit codes: 0, 1 the model could not be explained, 2 an argument is wrong.
 """
@@ -22,17 +23,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from fxddp import units
-from fxddp.config import AUTO
+from fxddp.arguments import positive, whole
+from fxddp.config import AUTO, make_settings
 
 from . import explain
 from .compare import compare, figures
 from .report import Explanation
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process."""
+        self.exit(2, f"{self.prog}: error: {message} (--help tells about the arguments)\n")
 
 
 class Wrong(Exception):
@@ -48,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with _quiet_torch(quiet=not options.traceback):
             return _compare(options) if compares else _explain(options)
-    except (Wrong, ValueError) as error:
+    except Wrong as error:
         return _fail(parser, error, 2)
     except Exception as error:
         if options.traceback:
@@ -88,7 +98,7 @@ def _fail(parser: argparse.ArgumentParser, error: object, code: int) -> int:
 
 def _parser(*, compares: bool) -> argparse.ArgumentParser:
     what = "explain compare" if compares else "explain"
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"python -m fxddp {what}",
         description=(
             "Compare two bucket sizes for a model, or two saved reports."
@@ -160,6 +170,8 @@ def _load(path: str) -> Explanation:
         return Explanation.load(path)
     except OSError as error:
         raise Wrong(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise Wrong(error if str(error).startswith(path) else f"{path}: {error}") from None
 
 
 def _write(save: Callable[[Path], None], path: Path) -> None:
@@ -177,9 +189,11 @@ def _mib(text: str) -> float | str:
 
 def _report(options: argparse.Namespace, bucket_mb: float | str, *, measure: bool = False) -> Explanation:
     for name, read in (
+        ("world_size", partial(whole, "world_size", least=1)),
         ("bandwidth", units.bandwidth),
         ("memory_bandwidth", partial(units.bandwidth, what="memory_bandwidth")),
         ("latency", units.seconds),
+        ("flops", partial(positive, "flops")),
     ):
         value = getattr(options, name)
         if value is not None:
@@ -187,36 +201,45 @@ def _report(options: argparse.Namespace, bucket_mb: float | str, *, measure: boo
                 read(value)
             except ValueError as error:
                 raise Wrong(f"--{name.replace('_', '-')}: {error}") from None
+    first = {} if bucket_mb == AUTO else {"first_bucket_mb": options.first_bucket_mb}
+    try:
+        make_settings(bucket_mb, inner=options.inner, **first)
+    except ValueError as error:
+        raise Wrong(error) from None
     if options.device is not None:
+        if measure:
+            raise Wrong("--measure runs the model on the CPU: leave --device out")
         try:
             torch.device(options.device)
         except RuntimeError:
             raise Wrong(f"--device: {options.device!r} is no device that torch knows") from None
-    where = torch.device("meta") if options.device and not measure else torch.device("cpu")
+    where = torch.device("meta") if options.device else torch.device("cpu")
     with where:
-        model, inputs = _model(options.target if isinstance(options.target, str) else options.target[0])
+        model, inputs, named = _model(options.target if isinstance(options.target, str) else options.target[0])
         if options.input_shape:
-            inputs = tuple(_input(text) for text in options.input_shape)
-    if not inputs:
+            inputs, named = tuple(_input(text) for text in options.input_shape), {}
+    if not inputs and not named:
         raise Wrong("--input-shape is needed: the shape of each input of the model, such as 8,3,224,224 or 8,128:int64")
     torch.compiler.reset()
     return explain(
         model,
         *inputs,
+        kwargs=named,
         world_size=options.world_size,
         bandwidth=options.bandwidth,
         latency=options.latency,
         flops=options.flops,
         memory_bandwidth=options.memory_bandwidth,
-        device=None if measure else options.device,
+        device=options.device,
         measure=measure,
         bucket_mb=bucket_mb,
-        **({} if bucket_mb == AUTO else {"first_bucket_mb": options.first_bucket_mb}),
+        **first,
         inner=options.inner,
     )
 
 
-def _model(target: str) -> tuple[nn.Module, tuple[Any, ...]]:
+def _model(target: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The model, and the inputs that come with it: positional and keyword arguments."""
     where, _, name = target.partition(":")
     if not where or not name:
         raise Wrong(f"{target!r} is not package.module:name or file.py:name")
@@ -228,12 +251,16 @@ def _model(target: str) -> tuple[nn.Module, tuple[Any, ...]]:
     if callable(value) and not isinstance(value, nn.Module):
         value = value()
     inputs: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
     if isinstance(value, tuple) and len(value) == 2:
         value, given = value
-        inputs = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+        if isinstance(given, dict):
+            named = given
+        else:
+            inputs = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     if not isinstance(value, nn.Module):
         raise Wrong(f"{target} gave a {type(value).__name__}; expected an nn.Module, or (nn.Module, inputs)")
-    return value, inputs
+    return value, inputs, named
 
 
 def _imported(where: str) -> Any:

@@ -2,7 +2,7 @@
 
 sending      how buckets travel              parameters   what becomes of each parameter
 graphs       one compiled graph as data      times        when buckets travel
-breaks       where graphs end early
+breaks       where graphs end early          recorded     when they did in the last backward
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,11 @@ from .breaks import breaks_of
 from .dry import Tried
 from .graphs import View, graph_at
 from .parameters import parameters_of, sent_twice
+from .recorded import recorded_spans, superseded, unlike_the_last
 from .report import ASSUMED, MEASURED, Explanation
 from .sending import Sending, numbered, runs_of, unmodelled
 from .timeline import simulate
-from .times import gradients, other_sizes, planned_for, recorded_spans, steps, superseded, timed, unlike_the_last
+from .times import other_sizes, planned_for, timed, with_times
 
 
 def gather(
@@ -64,10 +65,11 @@ def gather(
     parameters = parameters_of(backend, graphs, breaks, tried)
     eager = {parameter.name for parameter in parameters if parameter.state == "eager"}
     late = [tensor for name, tensor in backend.known_tensors() if name in eager]
-    spans = simulate([steps(graph) for graph in graphs], network, list(view.sending.late(late, settings.cap)))
+    known = with_times(sites, graphs, machine, network, view.sending)
+    steps = [each.steps() for each in known]
+    spans = simulate(steps, network, list(view.sending.late(late, settings.cap)))
     recorded = recorded_spans(backend, sites, graphs)
-    graphs = [timed(graph, spans, recorded) for graph in graphs]
-    known = [gradients(site, machine, graph) for site, graph in zip(sites, graphs, strict=True)]
+    graphs = [timed(graph, step, spans, recorded) for graph, step in zip(graphs, steps, strict=True)]
     speeds = None if network is None else Speeds(machine, network)
     found = Explanation(
         model=model,
@@ -82,7 +84,7 @@ def gather(
         breaks=tuple(breaks),
         timeline=spans,
         recorded=recorded,
-        sizes=other_sizes(sites, known, speeds, view.sending, late),
+        sizes=other_sizes(known, spans, speeds, view.sending, late),
         notes=(
             *notes,
             *unmodelled(settings, view.sending),
@@ -116,6 +118,7 @@ def _described(settings: Settings, sending: Sending) -> dict[str, Any]:
         "comm_hook": sending.runs.hook,
         "codec": None if settings.codec is None else str(settings.codec),
         "optimizer": sending.runs.optimizer,
+        "overlap": settings.overlap,
         "algorithm": settings.algorithm,
         "process_groups": len(settings.lanes) or 1,
         "device_mesh": None if mesh is None else [mesh.size(0), mesh.size(1)],

@@ -17,7 +17,7 @@ from fxddp.speeds import assumed
 from .breaks import break_of
 from .diff import changes
 from .dry import Tried
-from .report import Bucket, Gradient, Graph, Pass, Piece
+from .parts import Bucket, Gradient, Graph, Pass, Piece
 from .sending import Sending, runs_of
 
 
@@ -52,7 +52,9 @@ def graph_at(index: int, site: Site, view: View) -> Graph:
     assert told is not None
     plan = program.plan
     planned = {grad.input for grad in plan.grads}
-    after = {step.bucket: k for k, step in enumerate(program.steps) if step.bucket is not None}
+    packed = {step.bucket: k for k, step in enumerate(program.steps) if step.bucket is not None}
+    launches = program.launches or [(bucket,) for bucket in range(len(plan.buckets))]
+    after = {each: packed[bucket] for bucket, several in enumerate(launches) for each in several}
     codes = [_code(piece) for piece in kept.pieces] if kept else [""] * len(program.steps)
     times = view.tried.pieces if view.tried else {}
     pieces = tuple(

@@ -10,7 +10,7 @@ from fxddp.backend import Backend
 from fxddp.passes.outline import Source
 
 from .dry import Tried
-from .report import Break, Graph, Parameter
+from .parts import Break, Graph, Parameter
 from .text import names
 
 LEFT_OUT = "an input of a graph, but its gradient is always zero, sparse, or of another dtype"

@@ -1,9 +1,10 @@
-"""What `fxddp.explain` found, as plain data: no graph, tensor or process group is held.
+"""What `fxddp.explain` found, as plain data, with its figures and views.
 
-Note [schema]: `to_dict()` is this module's dataclasses as nested dicts, field by field, under the names they have here,
-with `"schema": 1` at the top. Bytes are ints, times are seconds, shares lie between 0 and 1, what is unknown is null.
-Code (of graphs, passes, pieces and the differences between passes) is left out unless it is asked for; then those
-fields hold text instead of "". Fields may be added within a schema number; none changes its meaning or goes away.
+Note [schema]: `to_dict()` is `Explanation` and the dataclasses in it (`parts.py`, `timeline.Span`) as nested dicts,
+field by field, under the names they have there, with `"schema": 1` at the top. Bytes are ints, times are seconds,
+shares lie between 0 and 1, what is unknown is null. Code (of graphs, passes, pieces and the differences between passes)
+is left out unless it is asked for; then those fields hold text instead of "". Fields may be added within a schema
+number; none changes its meaning or goes away.
 """
 
 import json
@@ -14,9 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from fxddp.passes.cost import Machine, Network
-from fxddp.passes.outline import Source
 
 from . import timeline
+from .parts import Break, Bucket, Graph, Parameter, Size
 from .timeline import Span
 
 SCHEMA = 1
@@ -25,202 +26,6 @@ GIVEN, ASSUMED, MEASURED = "given", "assumed", "measured"
 
 CODE = ("code", "diff", "dynamo", "forward", "backward")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter of the model and what becomes of its gradient.
-
-    Attributes:
-        name: qualified name.
-        state: "bucket" (a graph packs its gradient), "eager" (used outside of the graphs: reduced after the backward),
-            "unused", "frozen", "left out" (a graph has no gradient of it that can be packed) or "unknown".
-        reason: why it is in no bucket; "" if it is.
-        source: the line behind the reason, such as that of a graph break.
-        graph, bucket: which bucket; -1 if none.
-        tied: its further names.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    state: str
-    reason: str = ""
-    source: Source | None = None
-    graph: int = -1
-    bucket: int = -1
-    tied: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """One gradient in a bucket.
-
-    Attributes:
-        ready: position of the node that computes it among the backward's nodes.
-        node: that node's name.
-        source: the line of the model whose backward that node is.
-        before: share of the backward's time until then.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    nbytes: int
-    ready: int
-    node: str
-    source: Source | None
-    before: float
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Gradients that travel together.
-
-    Attributes:
-        graph, index: which one; buckets are launched in order.
-        nbytes: as gradients.
-        wire_bytes: that travel, after compression: those of an all-reduce, of which each rank sends 2(N-1)/N by a ring.
-        gradients: in the order in which they become ready; it is launched when the last one is.
-        piece: after which piece of the backward it is launched.
-        route: the process group and the steps by which it is reduced, in words.
-        predicted: seconds of its all-reduce, None without a network.
-        start, end: when it travels, in seconds since the step began.
-        exposed: how much of that no computation hides.
-        measured: seconds from launch to the end of its all-reduce in the last recorded backward.
-    """
-
-    graph: int
-    index: int
-    nbytes: int
-    wire_bytes: int
-    dtype: str
-    device: str
-    gradients: tuple[Gradient, ...]
-    piece: int
-    route: str
-    predicted: float | None = None
-    start: float | None = None
-    end: float | None = None
-    exposed: float | None = None
-    measured: float | None = None
-
-    @property
-    def last(self) -> Gradient:
-        """The gradient it waits for."""
-        return max(self.gradients, key=lambda gradient: gradient.ready)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Qualified names of its parameters."""
-        return tuple(gradient.name for gradient in self.gradients)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of the backward between two launches.
-
-    Attributes:
-        nodes: operations.
-        flops, moved, kernels: its work, with the sizes it was traced with.
-        cost: the work as an expression of the dynamic sizes; "" if there are none.
-        bucket: launched after it, or None.
-        predicted, measured: seconds.
-        code: readable.
-    """
-
-    graph: int
-    index: int
-    nodes: int
-    flops: int
-    moved: int
-    kernels: int
-    cost: str
-    bucket: int | None
-    predicted: float
-    measured: float | None = None
-    code: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """Measured, or else predicted."""
-        return self.predicted if self.measured is None else self.measured
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """What one pass made of the backward: the readable graph after it, what it changed, and in how many seconds.
-
-    Attributes:
-        added, removed: lines of the printed graph.
-    """
-
-    name: str
-    seconds: float
-    added: int = 0
-    removed: int = 0
-    code: str = ""
-    diff: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Break:
-    """Where Dynamo ended a graph before the end of its frame, and why."""
-
-    reason: str
-    source: Source | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """One compiled graph with a backward.
-
-    Attributes:
-        nodes: nodes of the backward, as AOTAutograd made it.
-        digest: names the layout of the buckets; ranks with the same one can share collectives.
-        unused: parameters that are inputs of the graph and get no gradient from it that can be packed.
-        predicted, measured: seconds of the forward.
-        dynamo, forward, backward: readable code; "" unless graphs are kept. `backward` is after all passes.
-        broken_by: what ended it.
-    """
-
-    index: int
-    nodes: int
-    digest: str
-    buckets: tuple[Bucket, ...]
-    pieces: tuple[Piece, ...]
-    passes: tuple[Pass, ...] = ()
-    unused: tuple[str, ...] = ()
-    predicted: float = 0.0
-    measured: float | None = None
-    dynamo: str = ""
-    forward: str = ""
-    backward: str = ""
-    broken_by: Break | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its buckets."""
-        return sum(bucket.nbytes for bucket in self.buckets)
-
-    @property
-    def seconds(self) -> float:
-        """Of its backward."""
-        return sum(piece.seconds for piece in self.pieces)
-
-    @property
-    def forward_seconds(self) -> float:
-        """Measured, or else predicted."""
-        return self.predicted if self.measured is None else self.measured
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """What another `bucket_mb` would give: how many buckets there are, and predicted seconds of exposed sending."""
-
-    bucket_mb: float | str
-    buckets: int
-    exposed: float
 
 
 @dataclass(frozen=True)
@@ -371,10 +176,9 @@ class Explanation:
         """Reads what `to_json` wrote, or the report inside a page that `save` wrote."""
         from .page import embedded
 
-        text = Path(path).read_text(encoding="utf-8")
         try:
-            return Explanation.from_dict(json.loads(embedded(text)))
-        except json.JSONDecodeError as error:
+            return Explanation.from_dict(json.loads(embedded(Path(path).read_text(encoding="utf-8"))))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not a saved report of fxddp.explain: {error}") from None
 
     def save(self, path: str | Path) -> None:

@@ -12,7 +12,7 @@ from fxddp.packing import packs
 from fxddp.passes.plan import Bucket as Planned
 from fxddp.transport import describe
 
-from .report import Bucket, Graph
+from .parts import Bucket, Graph
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def unmodelled(settings: Settings, sending: Sending) -> Iterator[str]:
         yield f"what {type(codec).__name__} computes to encode and decode is not in the predicted step"
     if codec is not None and codec.remark:
         yield codec.remark
-    if settings.overlap is not None:
-        yield "all buckets are predicted to leave as they fill and to be waited for in the backward, none in a forward"
+    if settings.overlap is not None and sending.world_size > 1:
+        yield f"waits in the next forward are predicted as if {sending.runs.optimizer} held every parameter"
     if sending.runs.optimizer is not None:
         yield f"the updates of {sending.runs.optimizer} are not in the predicted step"

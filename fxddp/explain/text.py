@@ -7,7 +7,8 @@ from itertools import groupby
 from fxddp.config import AUTO
 from fxddp.units import count, duration, figures, mib, rate, share, size
 
-from .report import ASSUMED, GIVEN, MEASURED, Bucket, Explanation, Graph, Parameter
+from .parts import Bucket, Graph, Parameter
+from .report import ASSUMED, GIVEN, MEASURED, Explanation
 
 ROWS = 24
 NAMES = 6
@@ -65,9 +66,11 @@ def _head(found: Explanation) -> Iterator[str]:
     link = {"bandwidth": rate(network.bandwidth), "latency": f"{duration(network.latency)} a message"}
     yield f"with {_with_origins(found, link)}; {computes}:"
     hidden = "" if found.overlap is None else f"; {share(found.overlap)} of the sending is hidden"
+    late = any(bucket.needed is not None for bucket in found.buckets)
+    step = "step, from a backward through the next forward" if late else "step"
     yield (
-        f"step: {duration(found.seconds)} = {duration(found.computing)} of computation + {duration(found.exposed)} of "
-        f"exposed sending{hidden}"
+        f"{step}: {duration(found.seconds)} = {duration(found.computing)} of computation + {duration(found.exposed)} "
+        f"of exposed sending{hidden}"
     )
 
 
@@ -126,10 +129,13 @@ def graph_lines(graph: Graph, width: int = 160) -> Iterator[str]:
     sent = any(bucket.predicted is not None for bucket in graph.buckets)
     recorded = any(bucket.measured is not None for bucket in graph.buckets)
     shown = _some(graph.buckets)
-    rows = [["bucket", "bytes", "dtype", "after", "ready", *["sent in", "exposed"] * sent, *["measured"] * recorded]]
+    late = any(bucket.needed is not None for bucket in graph.buckets)
+    rows = [["bucket", "bytes", "dtype", "after", "ready", *["sent in", "exposed"] * sent]]
+    rows[0] += ["awaited by"] * late + ["measured"] * recorded
     for each in filter(None, shown):
         rows.append([str(each.index), size(each.nbytes), each.dtype, f"piece {each.piece}", share(each.last.before)])
-        rows[-1] += [duration(each.predicted), duration(each.exposed)] * sent + [duration(each.measured)] * recorded
+        rows[-1] += [duration(each.predicted), duration(each.exposed)] * sent
+        rows[-1] += [_awaited(each)] * late + [duration(each.measured)] * recorded
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) + "  " for row in rows]
     indent = " " * (4 + widths[0])
@@ -148,6 +154,13 @@ def graph_lines(graph: Graph, width: int = 160) -> Iterator[str]:
             yield from _wrapped(f"travels by {bucket.route}", width, indent, f"{indent}  ")
     if graph.unused:
         yield f"  no gradient in this graph: {names(graph.unused, NAMES)}"
+
+
+def _awaited(bucket: Bucket) -> str:
+    """What waits for a bucket: a piece of the next forward, its end, or the backward."""
+    if bucket.needed is None:
+        return "backward"
+    return "forward's end" if bucket.needed < 0 else f"forward {bucket.needed}"
 
 
 def _some(buckets: Sequence[Bucket]) -> list[Bucket | None]:

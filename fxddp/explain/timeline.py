@@ -1,17 +1,27 @@
 """When everything happens in one step: a model of one rank with one processor and one network.
 
-    compute   forward 0 ─ forward 1 ─ piece 0 ─ piece 1 ─ piece 2 ┐
-    network                              ╰─ bucket 0 ─╯ ╰── bucket 1 ──╯  uncovered
+    compute   forward 0 ─ forward 1 ─ piece 0 ─ piece 1 ─ piece 2 ─ wait 0 ─ wait 1
+    network                              ╰──── bucket 0 ────────────────╯╰─ bucket 1 ─╯
 
-The processor never waits before the last piece. All-reduces run one after the other, each from the moment its bucket is
-launched; whatever runs after the last piece is *exposed*: the step is longer for it.
+All-reduces run one after the other, in the order in which they are launched. What the processor waits for them is
+*exposed*: the step is longer for it. It waits at the end of the backward, or with overlap="next_forward" where the
+next forward first reads a parameter of the bucket. Then a step is drawn from its backward to the end of the forward
+after it, by when everything has arrived, so that one step is as long as any other:
+
+    compute   piece 0 ─ piece 1 ─ piece 2 ─ wait 1 ─ forward 0 ─ wait 0 ─ forward 1
+    network       ╰──── bucket 1 ─────────────────╯╰──── bucket 0 ─────╯
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fxddp.passes.cost import Network
-from fxddp.passes.plan import Bucket, BucketPlan, GradSpec
+
+UNCOVERED = -1
+"""In place of a graph: what no graph packs."""
+
+AFTER = -1
+"""In place of a piece of the forward: what comes after all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +30,9 @@ class Span:
 
     Attributes:
         lane: "compute" or "network".
-        kind: "forward", "piece", "bucket", "uncovered" (an all-reduce of what no graph packs) or "wait".
-        graph, index: which one.
+        kind: "forward" (a piece of it, or all), "piece" (of the backward), "bucket", "uncovered" (an all-reduce of what
+            no graph packs) or "wait" (for a bucket, or for what no graph packs).
+        graph, index: which one; graph -1: what no graph packs.
         start, end: seconds since the step began.
     """
 
@@ -39,17 +50,56 @@ class Span:
 
     @property
     def name(self) -> str:
-        """Such as `bucket 3`; also the name of its range in a profile, as `fxddp.bucket3.allreduce`."""
+        """Such as `bucket 3`."""
         return self.kind if self.kind in ("uncovered", "wait") else f"{self.kind} {self.index}"
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Of one graph: seconds of the forward, and of each piece with the bytes that travel for the bucket it launches."""
+    """Of one graph, what takes time.
 
-    forward: float
-    pieces: tuple[tuple[float, int | None, int], ...]
-    """(seconds, bucket or None, bytes)"""
+    Attributes:
+        forward: seconds of each piece of the forward.
+        pieces: seconds of each piece of the backward, and the buckets that are launched after it.
+        sent: bytes that travel for each bucket.
+        needed: by bucket, the piece of the next forward that waits for it, or `AFTER`; those left out are waited for at
+            the end of the backward.
+    """
+
+    forward: tuple[float, ...]
+    pieces: tuple[tuple[float, tuple[int, ...]], ...]
+    sent: tuple[int, ...] = ()
+    needed: Mapping[int, int] = field(default_factory=dict)
+
+
+class _Rank:
+    """One processor and one network, what they did, and when what is under way arrives, by graph and index."""
+
+    def __init__(self, network: Network | None) -> None:
+        self.spans: list[Span] = []
+        self._network = network
+        self._now = self._free = 0.0
+        self.under_way: dict[tuple[int, int], float] = {}
+
+    def compute(self, kind: str, graph: int, index: int, seconds: float) -> None:
+        self.spans.append(Span("compute", kind, graph, index, self._now, self._now + seconds))
+        self._now += seconds
+
+    def send(self, kind: str, graph: int, index: int, nbytes: int) -> None:
+        if self._network is None:
+            return
+        start = max(self._now, self._free)
+        self._free = start + self._network.all_reduce(nbytes)
+        self.under_way[graph, index] = self._free
+        self.spans.append(Span("network", kind, graph, index, start, self._free))
+
+    def wait(self, wanted: Collection[tuple[int, int]]) -> None:
+        """Waits for those of these that are under way."""
+        for each in [each for each in self.under_way if each in wanted]:
+            arrived = self.under_way.pop(each)
+            if arrived > self._now:
+                self.spans.append(Span("compute", "wait", *each, self._now, arrived))
+                self._now = arrived
 
 
 def simulate(graphs: Sequence[Steps], network: Network | None, uncovered: Sequence[int] = ()) -> tuple[Span, ...]:
@@ -60,74 +110,46 @@ def simulate(graphs: Sequence[Steps], network: Network | None, uncovered: Sequen
         network: None if nothing is sent.
         uncovered: bytes that travel for each bucket that leaves after the backward.
     """
-    spans: list[Span] = []
-    now = 0.0
+    rank = _Rank(network)
+    phases = [_forward, _backward]
+    if any(graph.needed for graph in graphs):
+        phases.reverse()
+    for phase in phases:
+        phase(rank, graphs, uncovered)
+    return tuple(rank.spans)
+
+
+def _forward(rank: _Rank, graphs: Sequence[Steps], _: Sequence[int]) -> None:
     for number, graph in enumerate(graphs):
-        spans.append(Span("compute", "forward", number, number, now, now + graph.forward))
-        now += graph.forward
-    free = now
+        for index, seconds in enumerate(graph.forward):
+            rank.wait({(number, bucket) for bucket, piece in graph.needed.items() if piece == index})
+            rank.compute("forward", number, index, seconds)
+    rank.wait(tuple(rank.under_way))
+
+
+def _backward(rank: _Rank, graphs: Sequence[Steps], uncovered: Sequence[int]) -> None:
     for number in reversed(range(len(graphs))):
-        for index, (seconds, bucket, nbytes) in enumerate(graphs[number].pieces):
-            spans.append(Span("compute", "piece", number, index, now, now + seconds))
-            now += seconds
-            if bucket is not None and network is not None:
-                start = max(now, free)
-                free = start + network.all_reduce(nbytes)
-                spans.append(Span("network", "bucket", number, bucket, start, free))
-    for index, nbytes in enumerate(uncovered if network is not None else ()):
-        assert network is not None
-        start = max(now, free)
-        free = start + network.all_reduce(nbytes)
-        spans.append(Span("network", "uncovered", -1, index, start, free))
-    return tuple(spans)
+        graph = graphs[number]
+        for index, (seconds, launched) in enumerate(graph.pieces):
+            rank.compute("piece", number, index, seconds)
+            for bucket in launched:
+                rank.send("bucket", number, bucket, graph.sent[bucket])
+    for index, nbytes in enumerate(uncovered):
+        rank.send("uncovered", UNCOVERED, index, nbytes)
+    late = {(number, bucket) for number, graph in enumerate(graphs) for bucket in graph.needed}
+    rank.wait(rank.under_way.keys() - late)
 
 
-def exposed(span: Span, computed: float) -> float:
-    """Seconds of a span of the network after everything is computed."""
-    return max(0.0, span.end - max(span.start, computed))
+def waits(spans: Sequence[Span]) -> dict[tuple[int, int], float]:
+    """Seconds for which each bucket is waited for, by graph and index; none for those that computation hides."""
+    return {(span.graph, span.index): span.seconds for span in spans if span.kind == "wait"}
 
 
 def computed(spans: Sequence[Span]) -> float:
-    """When the last piece is over."""
-    return max((span.end for span in spans if span.lane == "compute" and span.kind != "wait"), default=0.0)
+    """Seconds in which something is computed."""
+    return sum(span.seconds for span in spans if span.lane == "compute" and span.kind != "wait")
 
 
 def length(spans: Sequence[Span]) -> float:
     """Seconds of the whole step."""
     return max((span.end for span in spans), default=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """The gradients of one graph, the seconds of its backward before each is ready, and in all."""
-
-    grads: tuple[GradSpec, ...]
-    ready: tuple[float, ...]
-    total: float
-
-
-def exposed_with(
-    graphs: Sequence[Gradients],
-    plans: Sequence[BucketPlan],
-    network: Network,
-    wire_bytes: Callable[[Bucket], int],
-    *,
-    rest: float = 0.0,
-) -> float:
-    """Seconds of communication that no computation hides, were the gradients packed otherwise.
-
-    Args:
-        graphs: in the order of their forwards.
-        plans: of each.
-        network: what sends them.
-        wire_bytes: that travel for a bucket.
-        rest: seconds that the network is busy after the last bucket.
-    """
-    now = free = 0.0
-    for graph, plan in reversed(list(zip(graphs, plans, strict=True))):
-        when = dict(zip((grad.output for grad in graph.grads), graph.ready, strict=True))
-        for bucket in plan.buckets:
-            launched = now + max(when[grad.output] for grad in bucket.grads)
-            free = max(free, launched) + network.all_reduce(wire_bytes(bucket))
-        now += graph.total
-    return max(0.0, free - now) + rest

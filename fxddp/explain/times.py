@@ -1,47 +1,133 @@
-"""When buckets travel: in the predicted step, with buckets of other sizes, and in the last backward that ran."""
+"""When buckets travel in the predicted step: as they are, and with other sizes."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 
 from fxddp.artifact import SplitBackward
-from fxddp.backend import Backend
 from fxddp.config import AUTO, MIB, Settings, in_mib
 from fxddp.passes.bucketing import plan_buckets
 from fxddp.passes.cost import Machine, Network, Speeds
+from fxddp.passes.forward import first_needed, piece_of_each
+from fxddp.passes.launching import CAUTION, plan_launches
 from fxddp.passes.outline import Outline
 from fxddp.passes.plan import Bucket, BucketPlan, GradSpec
 from fxddp.passes.sizing import choose_plan
 from fxddp.site import Site
-from fxddp.stats import BackwardRecord
 from fxddp.units import count, duration, rate
 
 from . import timeline
 from .graphs import shares
-from .report import Graph, Size
+from .parts import Graph, Size
 from .sending import Sending
-from .timeline import Gradients, Span, Steps
+from .timeline import AFTER, Span, Steps
 
 TRIED_SIZES = (0.1, 0.25, 0.5, 1, 2, 5, 10, 25, 50, 100)
 """Bucket sizes in MiB that are compared with the one in use."""
 
 
-def steps(graph: Graph) -> Steps:
-    """What `simulate` needs of a graph."""
-    nbytes = {bucket.index: bucket.wire_bytes for bucket in graph.buckets}
-    pieces = tuple(
-        (piece.seconds, piece.bucket, 0 if piece.bucket is None else nbytes[piece.bucket]) for piece in graph.pieces
+@dataclass(frozen=True)
+class Timed:
+    """One graph, with what other plans need of it.
+
+    Attributes:
+        site: what was compiled.
+        graph: the same, as data.
+        machine: what its times are predicted with.
+        network: what sends its buckets, or None.
+        sending: how they travel.
+        shared: positions of parameters that another graph uses, too.
+    """
+
+    site: Site
+    graph: Graph
+    machine: Machine
+    network: Network | None
+    sending: Sending
+    shared: frozenset[int]
+
+    def steps(self) -> Steps:
+        """What takes time as it is."""
+        graph, program = self.graph, _compiled(self.site).program
+        launches = program.launches or [(bucket,) for bucket in range(len(program.plan.buckets))]
+        launched = [() if step.bucket is None else launches[step.bucket] for step in program.steps]
+        pieces = tuple((piece.seconds, after) for piece, after in zip(graph.pieces, launched, strict=True))
+        return self._steps(program.plan, pieces, self.sending.settings.forward_size)
+
+    def steps_with(self, plan: BucketPlan, size: int) -> Steps:
+        """What would take time with other buckets.
+
+        Args:
+            plan: of the buckets.
+            size: bytes that a piece of the forward is the first to read.
+        """
+        total = self.graph.seconds
+        ready = list(accumulate((max(map(self._share, bucket.grads)) * total for bucket in plan.buckets), max))
+        launched: Sequence[tuple[int, ...]] = [(bucket.index,) for bucket in plan.buckets]
+        if self._late and self.network is not None:
+            sending = [float(self.network.all_reduce(self.sending.wire_bytes(bucket))) for bucket in plan.buckets]
+            needed = first_needed(plan, _outline(self.site).reads)
+            launched = plan_launches([CAUTION * seconds for seconds in ready], sending, needed)
+        pieces = [(end - start, after) for (start, end), after in zip(pairwise((0.0, *ready)), launched, strict=True)]
+        return self._steps(plan, (*pieces, (total - (ready[-1] if ready else 0.0), ())), size)
+
+    @cached_property
+    def _share(self) -> Callable[[GradSpec], float]:
+        return shares(_outline(self.site), self.machine)
+
+    @property
+    def _late(self) -> bool:
+        """Whether the next forward waits."""
+        sends = self.network is not None and self.network.world_size > 1
+        return sends and self.sending.settings.overlap is not None
+
+    def _steps(self, plan: BucketPlan, pieces: tuple[tuple[float, tuple[int, ...]], ...], size: int) -> Steps:
+        sent = tuple(map(self.sending.wire_bytes, plan.buckets))
+        whole = self.graph.forward_seconds
+        if not self._late:
+            return Steps((whole,), pieces, sent)
+        told = _outline(self.site)
+        piece_of = piece_of_each(told.reads, size)
+        starts = {piece: each.before for each, piece in zip(reversed(told.reads), reversed(piece_of), strict=True)}
+        total = float(self.machine.seconds(told.forward.at(told.values))) or 1.0
+        at = [whole * float(self.machine.seconds(starts[piece].at(told.values))) / total for piece in sorted(starts)]
+        ends = [0.0, *at[1:], whole]
+        forward = tuple(end - start for start, end in pairwise(ends))
+        reads = {position: k for each, k in zip(told.reads, piece_of, strict=True) for position in each.positions}
+        unread = AFTER if told.reads else 0
+        needed = {
+            bucket.index: min((reads[grad.input] for grad in bucket.grads if grad.input in reads), default=unread)
+            for bucket in plan.buckets
+            if self.shared.isdisjoint(grad.input for grad in bucket.grads)
+        }
+        return Steps(forward, pieces, sent, needed)
+
+
+def with_times(
+    sites: Sequence[Site], graphs: Sequence[Graph], machine: Machine, network: Network | None, sending: Sending
+) -> list[Timed]:
+    """The graphs, with what their steps and those of other plans are made of."""
+    often = Counter(
+        (grad.name, grad.shape) for graph in graphs for bucket in graph.buckets for grad in bucket.gradients
     )
-    return Steps(graph.forward_seconds, pieces)
+    found = []
+    for site, graph in zip(sites, graphs, strict=True):
+        told = (gradient for bucket in graph.buckets for gradient in bucket.gradients)
+        packed = (grad.input for bucket in _plan(site).buckets for grad in bucket.grads)
+        shared = frozenset(k for k, each in zip(packed, told, strict=True) if often[each.name, each.shape] > 1)
+        found.append(Timed(site, graph, machine, network, sending, shared))
+    return found
 
 
-def timed(graph: Graph, spans: Sequence[Span], recorded: Sequence[Span]) -> Graph:
+def timed(graph: Graph, steps: Steps, spans: Sequence[Span], recorded: Sequence[Span]) -> Graph:
     """Adds to the buckets when they travel."""
-    computed = timeline.computed(spans)
     sent = {span.index: span for span in spans if span.kind == "bucket" and span.graph == graph.index}
     ran = {span.index: span for span in recorded if span.kind == "bucket" and span.graph == graph.index}
+    waits = timeline.waits(spans)
     buckets = []
     for bucket in graph.buckets:
         span = sent.get(bucket.index)
@@ -49,85 +135,79 @@ def timed(graph: Graph, spans: Sequence[Span], recorded: Sequence[Span]) -> Grap
         if span is None:
             buckets.append(replace(bucket, measured=measured))
             continue
-        hidden = timeline.exposed(span, computed)
         buckets.append(
             replace(
                 bucket,
                 predicted=span.seconds,
                 start=span.start,
                 end=span.end,
-                exposed=hidden,
+                exposed=waits.get((graph.index, bucket.index), 0.0),
+                needed=steps.needed.get(bucket.index),
                 measured=measured,
             )
         )
     return replace(graph, buckets=tuple(buckets))
 
 
-def gradients(site: Site, machine: Machine, graph: Graph) -> Gradients:
-    """What other plans need of a graph."""
-    plan, outline = _planned(site)
-    share, grads = shares(outline, machine), plan.grads
-    return Gradients(grads, tuple(share(grad) * graph.seconds for grad in grads), graph.seconds)
-
-
 def other_sizes(
-    sites: Sequence[Site], graphs: Sequence[Gradients], speeds: Speeds | None, sending: Sending, late: Sequence[Tensor]
+    graphs: Sequence[Timed], step: Sequence[Span], speeds: Speeds | None, sending: Sending, late: Sequence[Tensor]
 ) -> tuple[Size, ...]:
-    """What buckets of other sizes would give; nothing where their sizes are given one by one, or nothing is sent."""
+    """What buckets of other sizes would give; nothing where their sizes are given one by one, or nothing is sent.
+
+    Args:
+        graphs: of one step.
+        step: as it is predicted with the size in use.
+        speeds: what it is predicted with, None without ranks.
+        sending: how buckets travel.
+        late: parameters that no graph packs.
+    """
     settings = sending.settings
-    if speeds is None or speeds.network.world_size == 1 or settings.caps or not any(graph.grads for graph in graphs):
+    if speeds is None or speeds.network.world_size == 1 or settings.caps or not any(g.graph.buckets for g in graphs):
         return ()
     network = speeds.network
 
     def size(mib: float | str, plans: Sequence[BucketPlan], cap: int) -> Size:
-        rest = sum(map(network.all_reduce, sending.late(late, cap)))
-        exposed = timeline.exposed_with(graphs, plans, network, sending.wire_bytes, rest=rest)
-        return Size(mib, sum(len(plan.buckets) for plan in plans), exposed)
+        cut = replace(settings, cap=cap).forward_size
+        steps = [graph.steps_with(plan, cut) for graph, plan in zip(graphs, plans, strict=True)]
+        spans = timeline.simulate(steps, network, list(sending.late(late, cap)))
+        return summed(mib, plans, spans)
 
-    auto = [_planned(site)[0] if settings.auto else _auto(site, speeds, sending) for site in sites]
-    found = [size(AUTO, auto, settings.cap)]
-    for mib in sorted({*TRIED_SIZES, *(() if settings.auto else (in_mib(settings.cap),))}):
+    def summed(mib: float | str, plans: Sequence[BucketPlan], spans: Sequence[Span]) -> Size:
+        return Size(mib, sum(len(plan.buckets) for plan in plans), sum(timeline.waits(spans).values()))
+
+    own = [_plan(graph.site) for graph in graphs]
+    found = [] if settings.auto else [size(AUTO, [_auto(g.site, speeds, sending) for g in graphs], settings.cap)]
+    now = summed(AUTO if settings.auto else in_mib(settings.cap), own, step)
+    for mib in sorted({*TRIED_SIZES} - {now.bucket_mb}):
         cap = int(mib * MIB)
         first = min(settings.first_cap, cap)
-        found.append(size(mib, [plan_buckets(graph.grads, cap=cap, first_cap=first) for graph in graphs], cap))
-    return tuple(found)
+        plans = [plan_buckets(plan.grads, cap=cap, first_cap=first) for plan in own]
+        found.append(size(mib, plans, cap))
+    return tuple(sorted((*found, now), key=lambda each: (each.bucket_mb != AUTO, each.bucket_mb)))
 
 
 def _auto(site: Site, speeds: Speeds, sending: Sending) -> BucketPlan:
     """The plan that `bucket_mb="auto"` would make."""
-    plan, outline = _planned(site)
 
     def sent(grad: GradSpec) -> int:
         return sending.wire_bytes(Bucket(0, (grad,)))
 
-    return choose_plan(plan.grads, outline, speeds=speeds, sent=sent)
+    return choose_plan(_plan(site).grads, _outline(site), speeds=speeds, sent=sent)
 
 
-def _planned(site: Site) -> tuple[BucketPlan, Outline]:
-    backward = site.compilation.backward
-    assert backward is not None and backward.outline is not None
-    return backward.program.plan, backward.outline
+def _compiled(site: Site) -> SplitBackward:
+    assert site.compilation.backward is not None
+    return site.compilation.backward
 
 
-def superseded(backend: Backend, sites: Sequence[Site]) -> list[Site]:
-    """The graphs that did not run in the last synchronised backward, while another graph of the same code did.
-
-    Dynamo compiles code again for other inputs; a step runs one of those graphs.
-    """
-    ran = _last_graphs(backend)
-    frames = {site.frame for site in sites if site.number in ran} - {None}
-    return [site for site in sites if site.number not in ran and site.frame in frames]
+def _plan(site: Site) -> BucketPlan:
+    return _compiled(site).program.plan
 
 
-def unlike_the_last(backend: Backend, sites: Sequence[Site], replaced: int) -> Iterator[str]:
-    """Where the last synchronised backward ran other graphs, or some more than once."""
-    if replaced:
-        what = f"{count(replaced, 'graph')} left out"
-        yield f"{what}: Dynamo compiled the same code again, and the last backward ran another graph of it"
-    often = Counter(_last_graphs(backend))
-    for index, site in enumerate(sites):
-        if often[site.number] > 1:
-            yield f"graph {index} ran {often[site.number]} times in the last backward, and is counted once"
+def _outline(site: Site) -> Outline:
+    outline = _compiled(site).outline
+    assert outline is not None
+    return outline
 
 
 def planned_for(sites: Sequence[Site], settings: Settings, network: Network | None) -> Iterator[str]:
@@ -141,49 +221,3 @@ def planned_for(sites: Sequence[Site], settings: Settings, network: Network | No
         link = f" with {rate(other.bandwidth)} and {duration(other.latency)} a message"
         sends = link if other.world_size > 1 else ", which sends nothing"
         yield f"{what} chose these buckets for {count(other.world_size, 'rank')}{sends}"
-
-
-def _last_graphs(backend: Backend) -> Sequence[int]:
-    return next(
-        (record.graphs for record in reversed(backend.stats().backwards) if record.sync and record.launches), ()
-    )
-
-
-def recorded_spans(backend: Backend, sites: Sequence[Site], graphs: Sequence[Graph]) -> tuple[Span, ...]:
-    """The last synchronised backward of these graphs, each once, as spans."""
-    at = {site.number: graph for site, graph in zip(sites, graphs, strict=True)}
-    orders = {site.number: site.compilation.backward for site in sites}
-    for record in reversed(backend.stats().backwards):
-        if not (record.sync and record.launches and sorted(record.graphs) == sorted(at)):
-            continue
-        ran = [at[number] for number in record.graphs]
-        buckets = [(at[number].index, index) for number in record.graphs for index in _launched(orders[number])]
-        pieces = [(graph.index, piece.index) for graph in ran for piece in graph.pieces]
-        if (record.launches, record.pieces) == (len(buckets), len(pieces)):
-            return _spans(record, pieces, buckets)
-    return ()
-
-
-def _launched(backward: SplitBackward | None) -> Sequence[int]:
-    """The buckets of a graph, as all ranks launch them where they agree."""
-    assert backward is not None
-    return backward.program.order or range(len(backward.program.plan.buckets))
-
-
-def _spans(
-    record: BackwardRecord, pieces: Sequence[tuple[int, int]], buckets: Sequence[tuple[int, int]]
-) -> tuple[Span, ...]:
-    spans = []
-    events = [(kind, index, when - record.begin) for kind, index, when in record.events]
-    ends = [when for _, _, when in events[1:]] + [record.end - record.begin]
-    for (kind, index, when), end in zip(events, ends, strict=True):
-        if kind == "piece":
-            spans.append(Span("compute", "piece", *pieces[index], when, end))
-    for where, bucket in zip(buckets, record.buckets, strict=True):
-        waits, launched = bucket.waits - record.begin, bucket.launched - record.begin
-        over = waits + bucket.waited if bucket.waits else record.end - record.begin
-        if bucket.waits:
-            spans.append(Span("compute", "wait", *where, waits, over))
-        arrived = over if bucket.arrived is None else bucket.arrived - record.begin
-        spans.append(Span("network", "bucket", *where, launched, arrived))
-    return tuple(spans)

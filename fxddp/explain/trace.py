@@ -4,7 +4,10 @@ Names are those of the ranges that a torch profile of the training holds, so tha
 """
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
+
+from fxddp.ranges import OUTSIDE
 
 from .report import Explanation
 from .timeline import Span
@@ -30,16 +33,16 @@ def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 def _events(found: Explanation, spans: Sequence[Span], pid: int) -> list[dict[str, Any]]:
     buckets = {(bucket.graph, bucket.index): bucket for bucket in found.buckets}
     events = []
-    for span in spans:
+    for span, name in zip(spans, range_names(spans), strict=True):
         about: dict[str, Any] = {"graph": span.graph}
         bucket = buckets.get((span.graph, span.index)) if span.kind in ("bucket", "wait") else None
         if bucket is not None:
-            about |= {"bytes": bucket.nbytes, "wire_bytes": bucket.wire_bytes, "dtype": bucket.dtype}
-            about |= {"route": bucket.route, "parameters": list(bucket.names)}
+            about |= {"bucket": bucket.index, "bytes": bucket.nbytes, "wire_bytes": bucket.wire_bytes}
+            about |= {"dtype": bucket.dtype, "route": bucket.route, "parameters": list(bucket.names)}
         events.append(
             {
                 "ph": "X",
-                "name": range_name(span.kind, span.index),
+                "name": name,
                 "cat": span.kind,
                 "pid": pid,
                 "tid": LANES[span.lane],
@@ -51,7 +54,17 @@ def _events(found: Explanation, spans: Sequence[Span], pid: int) -> list[dict[st
     return events
 
 
-def range_name(kind: str, index: int) -> str:
-    """The name of something's range in a profile."""
-    names = {"bucket": f"bucket{index}.allreduce", "wait": f"bucket{index}.wait", "piece": f"piece{index}"}
-    return f"fxddp.{names.get(kind, f'{kind}{index}')}"
+def range_names(spans: Sequence[Span]) -> list[str]:
+    """The names of their ranges in a profile, where pieces and buckets are numbered through a whole backward."""
+    pieces = count()
+    numbers: dict[tuple[int, int], int] = {}
+    for span in spans:
+        if span.kind == "bucket":
+            numbers[span.graph, span.index] = len(numbers)
+    found = []
+    for span in spans:
+        bucket = numbers.get((span.graph, span.index), OUTSIDE)
+        names = {"bucket": f"bucket{bucket}.allreduce", "uncovered": f"bucket{OUTSIDE}.allreduce"}
+        names |= {"wait": f"bucket{bucket}.wait", "forward": f"forward{span.index}"}
+        found.append(f"fxddp.{names[span.kind] if span.kind != 'piece' else f'piece{next(pieces)}'}")
+    return found

@@ -73,7 +73,10 @@ function hue(graph, bucket) {
 
 const network = report.network;
 const end = (spans) => Math.max(0, ...spans.map((span) => span.end));
-const computing = (spans) => end(spans.filter((span) => span.lane === "compute" && span.kind !== "wait"));
+const lasting = (spans) => sum(spans.map((span) => span.end - span.start));
+const computing = (spans) => lasting(spans.filter((span) => span.lane === "compute" && span.kind !== "wait"));
+const awaited = (b) => (b.needed === null || b.needed === undefined ? "backward" : b.needed < 0 ? "forward's end" : `forward ${b.needed}`);
+const late = buckets.some((b) => awaited(b) !== "backward");
 
 function head() {
   $("title").textContent = network ? `${report.model} on ${plural(network.world_size, "rank")}` : report.model;
@@ -83,9 +86,9 @@ function head() {
     `${report.device} · fxddp ${report.versions.fxddp}, torch ${report.versions.torch}`;
   const spans = report.timeline;
   const step = end(spans), computed = computing(spans);
-  const sending = sum(spans.filter((s) => s.lane === "network").map((s) => s.end - s.start));
+  const sending = lasting(spans.filter((s) => s.lane === "network"));
   const bytes = sum(buckets.map((b) => b.nbytes)), travelling = sum(buckets.map((b) => b.wire_bytes));
-  const tiles = [["seconds", step, duration(step), "a step, forward and backward"], ["computing", computed, duration(computed), "of computation"]];
+  const tiles = [["seconds", step, duration(step), late ? "a step, from a backward through the next forward" : "a step, forward and backward"], ["computing", computed, duration(computed), "of computation"]];
   if (network) {
     const exposed = step - computed;
     tiles.push(["exposed", exposed, duration(exposed), "of exposed sending", exposed > 0.05 * step ? "bad" : ""]);
@@ -106,26 +109,27 @@ function head() {
 const HEIGHT = 160, LEFT = 76, ROW = 46, GAP = 12, TOP = 26;
 
 function timeline(spans, box) {
-  const total = end(spans) || 1, computed = computing(spans);
+  const total = end(spans) || 1, waits = spans.filter((s) => s.kind === "wait");
   let from = 0, to = total * 1.01;
   const names = new Map(buckets.map((b) => [`${b.graph}.${b.index}`, b]));
   const pieces = new Map(report.graphs.flatMap((g) => g.pieces.map((p) => [`${g.index}.${p.index}`, p])));
 
   function about(span) {
     const when = `${duration(span.end - span.start)}, from ${duration(span.start)} to ${duration(span.end)}`;
+    if (span.graph < 0) return [span.kind === "wait" ? "wait for what no graph packs" : "all-reduce of what no graph packs", when];
     if (span.kind === "bucket" || span.kind === "wait") {
       const b = names.get(`${span.graph}.${span.index}`);
       const list = b.gradients.slice(0, 6).map((g) => g.name).join(", ") + (b.gradients.length > 6 ? `, … (${b.gradients.length} in all)` : "");
-      const late = Math.max(0, span.end - Math.max(span.start, computed));
+      const exposed = lasting(waits.filter((s) => s.graph === span.graph && s.index === span.index));
       return [span.kind === "wait" ? `wait for bucket ${b.index}` : `bucket ${b.index}: ${b.route}`, when, `${size(b.nbytes)} of ${b.dtype}${b.wire_bytes === b.nbytes ? "" : `, ${size(b.wire_bytes)} travel`}`,
-        span.kind === "bucket" ? `${duration(late)} of it exposed` : "", list];
+        span.kind === "bucket" ? `waited for ${duration(exposed)}${late ? `, by the ${awaited(b)}` : ""}` : "", list];
     }
     if (span.kind === "piece") {
       const p = pieces.get(`${span.graph}.${span.index}`);
       return [`piece ${span.index} of the backward of graph ${span.graph}`, when, `${plural(p.nodes, "node")}, ${digits(p.flops / 1e9, 3)} GFLOP, ${size(p.moved)} moved`,
         p.measured === null ? "predicted" : `measured; predicted ${duration(p.predicted)}`];
     }
-    return [span.kind === "forward" ? `forward of graph ${span.graph}` : "all-reduce of what no graph packs", when];
+    return [`${late ? `piece ${span.index} of the ` : ""}forward of graph ${span.graph}`, when];
   }
 
   function draw() {
@@ -140,11 +144,11 @@ function timeline(spans, box) {
       svg.append(make("line", { x1: x(time), x2: x(time), y1: TOP - 6, y2: HEIGHT - 22, stroke: "var(--line)" }));
       svg.append(make("text", { x: anchor === "end" ? width : x(time), y: HEIGHT - 8, "text-anchor": anchor }, time < step / 2 ? "0" : duration(time)));
     }
-    if (end(spans) > computed) {
-      const a = clip(x(computed)), b = clip(x(end(spans)));
+    for (const [start, stop] of runs(waits)) {
+      const a = clip(x(start)), b = clip(x(stop));
       svg.append(make("rect", { x: a, y: TOP - 6, width: Math.max(0, b - a), height: HEIGHT - 16 - TOP, fill: "var(--badwash)" }));
       const anchor = b - a > 110 ? "middle" : "end";
-      if (b > a) svg.append(make("text", { x: anchor === "end" ? b : (a + b) / 2, y: TOP - 11, "text-anchor": anchor, style: "fill: var(--bad)" }, `exposed ${duration(end(spans) - computed)}`));
+      if (b - a > 14) svg.append(make("text", { x: anchor === "end" ? b : (a + b) / 2, y: TOP - 11, "text-anchor": anchor, style: "fill: var(--bad)" }, `exposed ${duration(stop - start)}`));
     }
     ["compute", "network"].forEach((lane, row) => {
       const y = TOP + row * (ROW + GAP);
@@ -159,8 +163,8 @@ function timeline(spans, box) {
         svg.append(make("rect", { class: "span", x: a, y, width: Math.max(b - a - gap, 0.6), height: ROW, rx: b - a > 8 ? 4 : 0, fill,
           "data-kind": span.kind, "data-graph": span.graph, "data-index": span.index,
           onpointermove: (event) => tip(event, about(span)), onpointerleave: hide }));
-        const text = span.kind === "forward" ? "forward" : span.kind === "uncovered" ? "uncovered" : `${span.kind} ${span.index}`;
-        const short = b - a > text.length * 6.6 + 8 ? text : b - a > String(span.index).length * 7 + 6 && ["bucket", "piece"].includes(span.kind) ? String(span.index) : "";
+        const text = span.kind === "forward" ? `forward${late ? ` ${span.index}` : ""}` : span.kind === "uncovered" ? "uncovered" : `${span.kind} ${span.index}`;
+        const short = b - a > text.length * 6.6 + 8 ? text : b - a > String(span.index).length * 7 + 6 && ["bucket", "piece", ...(late ? ["forward"] : [])].includes(span.kind) ? String(span.index) : "";
         if (short) svg.append(make("text", { class: span.kind === "bucket" ? "onbucket" : "inside", x: (a + b) / 2, y: y + ROW / 2 + 4, "text-anchor": "middle" }, short));
       }
     });
@@ -188,6 +192,16 @@ function timeline(spans, box) {
     draw();
   }
   return draw;
+}
+
+function runs(spans) { // those that follow each other as one
+  const found = [];
+  for (const span of [...spans].sort((a, b) => a.start - b.start)) {
+    const before = found.at(-1);
+    if (before && span.start <= before[1] * (1 + 1e-9)) before[1] = Math.max(before[1], span.end);
+    else found.push([span.start, span.end]);
+  }
+  return found;
 }
 
 function tip(event, lines) {
@@ -223,7 +237,7 @@ function timelines() {
 
 const ROWS = 200;
 const last = (bucket) => bucket.gradients.reduce((a, b) => (b.ready > a.ready ? b : a));
-const TOLD = { measured: (b) => b.measured !== null, travel: (b) => b.wire_bytes !== b.nbytes, by: (b) => b.route !== "all-reduce" }; // columns that are not always worth their place
+const TOLD = { "awaited by": (b) => awaited(b) !== "backward", measured: (b) => b.measured !== null, travel: (b) => b.wire_bytes !== b.nbytes, by: (b) => b.route !== "all-reduce" }; // columns that are not always worth their place
 const COLUMNS = [
   ["bucket", (b) => order.get(`${b.graph}.${b.index}`), (b) => [make("span", { class: "key", style: `background: ${hue(b.graph, b.index)}` }), report.graphs.length > 1 ? `${b.graph}.${b.index}` : b.index], ""],
   ["bytes", (b) => b.nbytes, (b) => size(b.nbytes), "n"],
@@ -233,8 +247,9 @@ const COLUMNS = [
   ["ready at", (b) => last(b).before, (b) => percent(last(b).before), "n"],
   ["sent in", (b) => b.predicted ?? -1, (b) => duration(b.predicted), "n"],
   ["exposed", (b) => b.exposed ?? -1, (b) => make("span", { class: b.exposed ? "bad" : "" }, duration(b.exposed)), "n"],
+  ["awaited by", (b) => b.needed ?? -2, awaited, "short"],
   ["measured", (b) => b.measured ?? -1, (b) => duration(b.measured), "n"],
-  ["by", (b) => b.route, (b) => b.route, ""],
+  ["by", (b) => b.route, (b) => b.route, "by"],
   ["parameters", (b) => b.gradients.length, (b) => [make("span", { class: "mono one", title: b.gradients.slice(0, 20).map((g) => g.name).join("\n") }, b.gradients[0].name), make("span", { class: "soft" }, b.gradients.length > 1 ? `and ${b.gradients.length - 1} more` : "")], "half"],
   ["waits for", (b) => last(b).name, (b) => [make("span", { class: "mono one" }, last(b).name), make("span", { class: "src mono one", title: last(b).source ? last(b).source.text : "" }, `${line(last(b).source)}  ${last(b).source ? last(b).source.text : last(b).node}`)], "wide"],
 ].filter(([name]) => !(name in TOLD) || buckets.some(TOLD[name]));
@@ -299,6 +314,18 @@ function tree() {
   return top;
 }
 
+const BINS = 300; // parts of a bar; where there are more, it shows what is at so many places
+
+function sampled(runs, total) {
+  const found = [];
+  let at = 0, before = 0;
+  for (let i = 0; i < BINS; i++) {
+    while (at < runs.length - 1 && before + runs[at].nbytes <= ((i + 0.5) / BINS) * total) before += runs[at++].nbytes;
+    found.push({ ...runs[at], share: 1 / BINS });
+  }
+  return found;
+}
+
 function bar(parameters) {
   const total = sum(parameters.map((p) => p.nbytes)) || 1, runs = [];
   for (const p of parameters) {
@@ -306,7 +333,7 @@ function bar(parameters) {
     if (before && before.fill === fill) before.nbytes += p.nbytes;
     else runs.push({ fill, nbytes: p.nbytes, what: p.state === "bucket" ? `bucket ${report.graphs.length > 1 ? `${p.graph}.` : ""}${p.bucket}` : STATES[p.state][1] });
   }
-  return make("span", { class: "bar" }, runs.slice(0, 400).map((run) => make("i", { style: `width: ${(100 * run.nbytes) / total}%; background: ${run.fill}`, title: `${run.what}: ${size(run.nbytes)}` })));
+  return make("span", { class: "bar" }, (runs.length > BINS ? sampled(runs, total) : runs).map((run) => make("i", { style: `width: ${100 * (run.share ?? run.nbytes / total)}%; background: ${run.fill}`, title: `${run.what}: ${size(run.nbytes)}` })));
 }
 
 function rows(node, depth = 0) {
@@ -394,7 +421,8 @@ function graphs() {
     }
     for (const piece of graph.pieces) {
       const figure = `${plural(piece.nodes, "node")} · ${digits(piece.flops / 1e9, 3)} GFLOP · ${duration(piece.measured ?? piece.predicted)}${piece.measured === null ? "" : " measured"}`;
-      if (piece.code) box.append(fold(`piece ${piece.index}${piece.bucket === null ? "" : `, then bucket ${piece.bucket}`}`, figure, piece.code));
+      const then = graph.buckets.filter((b) => b.piece === piece.index).map((b) => `, then bucket ${b.index}`);
+      if (piece.code) box.append(fold(`piece ${piece.index}${then.join("")}`, figure, piece.code));
     }
     for (const name of ["dynamo", "forward", "backward"]) if (graph[name]) box.append(fold(`${name} graph`, plural(graph[name].split("\n").length, "line"), graph[name]));
     if (!graph.dynamo && !graph.passes.length) box.append(make("div", { class: "soft" }, "graphs were not kept: use fxddp.backend(keep_graphs=True), or explain the model with its inputs"));
