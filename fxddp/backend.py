@@ -36,6 +36,7 @@ from .sending import Outbox
 from .site import Site, inspect
 from .speeds import assumed, speeds_of
 from .stats import EventLog, Stats
+from .turns import Turn
 from .uncovered import Watch, refuse_subclass
 from .units import mib
 
@@ -48,6 +49,7 @@ class Backend:
     """A `torch.compile` backend whose compiled backward averages gradients over the ranks. Made by `fxddp.backend`.
 
     Attributes:
+        turn: its place among the backends that `fxddp.backend` made; None for others.
         registered: what carries buckets in place of the all-reduce, and what updates parameters in backward.
         under_way: what the last backward left to be waited for in the next forward.
         outbox: what this iteration has sent; or took part in, without inputs.
@@ -60,6 +62,7 @@ class Backend:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.lookup = GroupLookup(settings.process_group)
+        self.turn: Turn | None = None
         self.watch = Watch(self)
         self.modules = Modules(self.watch)
         self.replica = Replica(self)
@@ -383,7 +386,7 @@ def backend(
     Raises:
         ValueError: an argument is not allowed; names argument, value and what is allowed.
     """
-    return Backend(
+    made = Backend(
         make_settings(
             bucket_mb,
             first_bucket_mb=first_bucket_mb,
@@ -404,3 +407,5 @@ def backend(
             overlap=overlap,
         )
     )
+    made.turn = Turn(made.settings.process_group)
+    return made

@@ -23,6 +23,7 @@ from .group import alive
 from .packing import packs
 from .passes.layout import contiguous_strides, gradient_strides
 from .speeds import speeds_of
+from .turns import refuse_another
 from .values import broadcast_values, overwrite, send_before_forward
 
 if TYPE_CHECKING:
@@ -163,7 +164,8 @@ class Replica:
         assert backend is not None
         if backend.settings.measures:
             speeds_of(backend, group, next(iter(fresh.values()))[1])
-        self._agree({"settings": _common(backend.settings), "kinds": kinds}, group, _compare_contact)
+        turn = None if backend.turn is None else backend.turn.told()
+        self._agree({"settings": _common(backend.settings), "kinds": kinds, "turn": turn}, group, _compare_contact)
         late: list[str] = []
         if send and group.size > 1:
             late = self._send(list(fresh.values()), group, {*used, *self._used})
@@ -292,6 +294,7 @@ def _compare_contact(rank: int, theirs: Any, first: Any) -> None:
                 "same"
             )
     _compare(rank, theirs["kinds"], first["kinds"])
+    refuse_another(rank, theirs["turn"], first["turn"])
 
 
 def _refuse_late(rank: int, theirs: Any, _: Any) -> None:

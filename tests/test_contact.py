@@ -316,6 +316,27 @@ def test_one_rank_of_three_has_another_model(pool3: Pool):
     check_different(pool3.run(run_different, 2, timeout=120), 2)
 
 
+def run_in_turns(rank: int, world: int) -> str:
+    """Two models that look alike, each on a backend of its own: ranks begin with another one."""
+    modules = [seeded(i + 2 * rank, Mlp) for i in range(2)]
+    models = [compiled(module)[0] for module in modules]
+    before = [state(module) for module in modules]
+    error = str(error_of(lambda: loss_of(models[rank], 0), "the other model first"))
+    for module, values in zip(modules, before, strict=True):
+        expect_equal(state(module), values, "weights after the refusal")
+    if rank == 0:  # a rank may have backends that others have not
+        fxddp.backend()
+    for module, model in zip(modules, models, strict=True):
+        step(module, model, "the same order")
+    return error
+
+
+def test_models_that_look_alike_are_not_taken_for_each_other(pool: Pool):
+    for message in pool.run(run_in_turns):
+        assert "rank 1 begins to train with the backend that it made as number" in message, message
+        assert "Make the backends, and train with each for the first time, in the same order" in message
+
+
 # ---- weights that were used before the first graph ran ---------------------------------------------------------------
 
 
