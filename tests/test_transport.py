@@ -96,8 +96,16 @@ def test_the_same_numbers_as_an_all_reduce(pool: Pool, kind: str):
     pool.run(summed, kind)
 
 
+def summed_beside_other_groups(rank: int, world: int, kind: str) -> None:
+    """Ranks belong to different numbers of groups, as with tensor parallelism on some of them."""
+    other = dist.new_group([0, 1])
+    summed(rank, world, kind)
+    if rank in (0, 1):
+        dist.destroy_process_group(other)
+
+
 def test_parts_of_a_third(pool3: Pool):
-    pool3.run(summed, "ring")
+    pool3.run(summed_beside_other_groups, "ring")
 
 
 def test_two_nodes_of_two(pool4: Pool):

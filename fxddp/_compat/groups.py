@@ -1,6 +1,8 @@
 """Process groups: what a group's members share."""
 
+import uuid
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -59,10 +61,17 @@ class _Summing:
 
 
 def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of the same ranks, made by them alone and together."""
+    """Another group of the same ranks, made by them alone and together.
+
+    torch names such a group by how many groups a rank belongs to, and ranks that belong to different numbers of them
+    would look for each other under different names, for ever. So the first of these ranks names it.
+    """
     ranks = dist.get_process_group_ranks(group)
+    names = [""] * len(ranks)
+    dist.all_gather_object(names, f"twin of {group.group_name}, {uuid.uuid4().hex}", group=group)
     backend, timeout = dist.get_backend(group), group_timeout(group)
-    made: Any = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+    with patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: names[0]):
+        made: Any = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
