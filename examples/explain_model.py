@@ -62,7 +62,12 @@ def llama(small: bool) -> tuple[nn.Module, tuple[Any, ...]]:
         raise SystemExit("--model llama is built by transformers: python -m pip install transformers")
     from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found, unused-ignore]
 
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    size: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     if not small:
         size = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
     config = LlamaConfig(vocab_size=320 if small else 32000, use_cache=False, tie_word_embeddings=False, **size)

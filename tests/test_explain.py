@@ -557,6 +557,7 @@ def test_waits_in_the_next_forward_are_those_of_the_compiled_program() -> None:
     usual = fxddp.explain(model, torch.randn(60, 128), **(settings | {"overlap": None}), **told)
     assert dry.computing == pytest.approx(usual.computing)
     assert 0 < dry.exposed < usual.exposed
+    assert "awaited by" in str(dry) and "awaited by" not in str(usual)
     for found in (dry, usual):
         (mine,) = (size for size in found.sizes if size.bucket_mb == found.settings["bucket_mb"])
         assert mine.exposed == pytest.approx(found.exposed, abs=1e-12)

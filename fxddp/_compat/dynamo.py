@@ -141,7 +141,7 @@ def compiled_for_once(model: Any, backend: Any) -> Iterator[Callable[..., Any]]:
         model: a module or a function; called inside.
         backend: a new object, by which Dynamo tells its code from others'.
     """
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo import convert_frame, pgo
     from torch._dynamo.eval_frame import cached_backends
     from torch._dynamo.guards import DeletedGuardManagerWrapper
@@ -161,7 +161,7 @@ def compiled_for_once(model: Any, backend: Any) -> Iterator[Callable[..., Any]]:
             entries: list[Any] = _debug_get_cache_entry_list(code)
             own = [entry for entry in entries if inner_backend(entry.backend) is backend]
             if own and len(own) == len(entries):
-                reset_code(code)
+                forget_compiled(code)
                 continue
             for entry in own:  # code that is in use by others: what was compiled for them stays
                 entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("compiled for once"))
