@@ -54,6 +54,7 @@ class Backend:
         under_way: what the last backward left to be waited for in the next forward.
         outbox: what this iteration has sent; or took part in, without inputs.
         joining: ranks may run out of inputs, under `join`.
+        gathers: the next backward averages what forwards under `no_sync` left; what they leave in it too.
         divide_by_initial_world_size: gradients are then divided by the number of all ranks, not of those with inputs.
     """
 
@@ -75,6 +76,7 @@ class Backend:
         self.reduced = ReducedBuckets()
         self.under_way = UnderWay(self)
         self.joining = False
+        self.gathers = False
         self.divide_by_initial_world_size = True
         self._running: dict[int, Backward] = {}
         self._lock = threading.Lock()
@@ -184,9 +186,12 @@ class Backend:
         with self._lock:  # autograd has a thread for each device
             running = self._running.get(task)
             if running is None:
-                if not self._running:
+                outermost = not self._running
+                if outermost:
                     self.outbox.discard()
                 running = self._running[task] = Backward(self, task)
+                if outermost:
+                    running.gathers, self.gathers = self.gathers, False
         return running
 
     @property

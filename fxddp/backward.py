@@ -99,6 +99,7 @@ class Backward:
         passages: nodes whose gradients all go the usual way.
         later: parameters that a backward inside this one has averaged gradients for, to be updated at the end.
         nested: this backward runs inside a node of another one.
+        gathers: what forwards under `no_sync` left is averaged at its end, what they leave in it too.
     """
 
     def __init__(self, backend: "Backend", task: int) -> None:
@@ -110,6 +111,7 @@ class Backward:
         self.scale = 1.0
         self.over = False
         self.deferring = False
+        self.gathers = False
         self._calls = 0
         self.launched: list[Launched] = []
         self.lazy: list[tuple[Launched, Bucket, Tensor]] = []
@@ -382,6 +384,8 @@ class Backward:
 
     def synchronises(self, accumulated: Collection[int]) -> bool:
         """Whether what was accumulated outside of the graphs, for these parameters, is reduced in this backward."""
+        if self.gathers:
+            return True
         return self.record.sync if self._calls else not self.backend.under_no_sync(accumulated)
 
     # --- the end ----------------------------------------------------------------------------------

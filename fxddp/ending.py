@@ -49,6 +49,8 @@ class Ending:
         if synchronises:
             backward.record.sync = True
             backward.group = backward.group or backend.lookup()
+            if backward.gathers:
+                self.holdings.show()
             if backward.group is not None:
                 self._reduce_rest(backward.group)
         else:

@@ -82,6 +82,12 @@ class Watch:
         if not parameter.is_leaf or not _differentiable(parameter):
             return
         refuse_subclass(parameter, name)
+        if _compat.steps_by_hook(parameter):
+            raise RuntimeError(
+                f"_apply_optimizer_in_backward has a hook update {name or tuple(parameter.shape)}, before its gradient "
+                "is averaged: use fxddp.backend(optimizer=…) instead, or fxddp.DistributedDataParallel, which takes "
+                "such optimizers over"
+            )
 
         names, refs = self._names, self._refs
 

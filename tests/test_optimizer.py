@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -28,12 +29,15 @@ from fxddp.optimizer import OptimizerInBackward
 from tests.live.lab import (
     SMALL,
     Mlp,
+    average,
     buckets,
     compiled,
     data,
     error_of,
     expect,
     expect_equal,
+    gradients,
+    local,
     loss_of,
     seeded,
     small_backend,
@@ -609,3 +613,39 @@ def test_a_scaler_is_refused(pool: Pool):
         assert "a GradScaler scaled this loss, and an optimizer in backward (AdamW) would update with scaled" in first
         for message in later:
             assert "to unscale gradients, but the last backward has updated 6 of these parameters already" in message
+
+
+def hooked(rank: int, world: int, compiles: bool) -> str:
+    """Optimizers that torch hooked to parameters step with averages, each of its own; others' gradients stay."""
+    module, reference = seeded(0, Mlp), seeded(0, Mlp)
+    rates = {"first": 0.3, "middle": 0.1}
+    give = partial(_apply_optimizer_in_backward, torch.optim.SGD)
+    give(module.first.parameters(), {"lr": rates["first"]})
+    give(module.first.parameters(), {"lr": 0.01})  # steps after the other one
+    give(module.middle.parameters(), {"lr": rates["middle"]}, register_hook=False)
+    steppers = [
+        *(torch.optim.SGD(reference.get_submodule(name).parameters(), lr=rate) for name, rate in rates.items()),
+        torch.optim.SGD(reference.first.parameters(), lr=0.01),
+    ]
+    refused = copy.deepcopy(module)
+    model = fxddp.DistributedDataParallel(module, compile=compiles, inner="aot_eager", bucket_cap_mb=SMALL)
+    for step in range(3):
+        with model.no_sync():
+            loss_of(model, step + 5).backward()
+        loss_of(model, step).backward()
+        for name, gradient in average(local(reference, step + 5, step)).items():
+            reference.get_parameter(name).grad = gradient
+        expect_equal(gradients(module.last), gradients(reference.last), f"of the others, step {step}", tol=1e-5)
+        for stepper in steppers:
+            stepper.step()
+        expect(all(p.grad is None for name in rates for p in module.get_submodule(name).parameters()), "taken")
+        module.last.zero_grad()
+        expect_equal(weights(module), weights(reference), f"weights after step {step}", tol=1e-5)
+    give(refused.parameters(), {"lr": 0.1})
+    return str(error_of(lambda: loss_of(compiled(refused)[0], 0)))
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_optimizers_that_torch_hooked_to_parameters(pool: Pool, compiles: bool):
+    for error in pool.run(hooked, compiles):
+        assert "_apply_optimizer_in_backward has a hook update first.weight" in error

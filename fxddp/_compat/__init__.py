@@ -80,7 +80,7 @@ from .dynamo import (
     traces_compilation,
     with_own_code,
 )
-from .engine import executes, observe_backwards, restricted_to, seen_to_begin
+from .engine import accumulates_everywhere, executes, observe_backwards, restricted_to, seen_to_begin
 from .groups import (
     all_gather,
     all_to_all,
@@ -98,14 +98,17 @@ from .optimizer import (
     before_unscaling,
     has_step_hooks,
     note_step,
+    optimizer_of_each,
     part_of,
     step_to_compile,
+    steps_by_hook,
     when_scaled,
 )
 from .state import mark_states
 
 __all__ = [
     "accumulates",
+    "accumulates_everywhere",
     "alias",
     "all_gather",
     "all_to_all",
@@ -167,6 +170,7 @@ __all__ = [
     "on_compile",
     "on_frame",
     "only_inlined",
+    "optimizer_of_each",
     "output_code_class",
     "output_descriptors",
     "part_of",
@@ -188,6 +192,7 @@ __all__ = [
     "spare_undefined",
     "stand_ins",
     "step_to_compile",
+    "steps_by_hook",
     "store_host",
     "task_id",
     "trace_artifact",

@@ -78,6 +78,11 @@ def seen_to_begin() -> bool:
     return task_id() in _begun
 
 
+def accumulates_everywhere() -> bool:
+    """Whether the running backward accumulates into all leaves: no `autograd.grad`, nor `backward(inputs=…)`."""
+    return bool(Variable._execution_engine.is_checkpoint_valid())
+
+
 def restricted_to() -> set[int] | None:
     """Which leaves accumulate in the running backward, called from a node of it.
 
