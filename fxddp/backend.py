@@ -1,5 +1,6 @@
 """The Dynamo backend: `torch.compile(model, backend=fxddp.backend(…))`."""
 
+import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from .modules import Modules, owners
 from .next_forward import UnderWay
 from .passes.cost import Speeds
 from .passes.plan import BucketPlan
+from .passes.stages import Way
 from .plan_log import PlanLog
 from .refill import ReducedBuckets
 from .registered import Registered
@@ -36,6 +38,7 @@ from .sending import Outbox
 from .site import Site, inspect
 from .speeds import assumed, speeds_of
 from .stats import EventLog, Stats
+from .transport import introduce, way_of
 from .turns import Turn
 from .uncovered import Watch, refuse_subclass
 from .units import mib
@@ -43,6 +46,8 @@ from .units import mib
 __all__ = ["Backend", "backend", "backend_of", "by_name", "no_sync"]
 
 listen()
+
+_numbers = itertools.count()
 
 
 class Backend:
@@ -76,6 +81,7 @@ class Backend:
         self.under_way = UnderWay(self)
         self.joining = False
         self.divide_by_initial_world_size = True
+        self._number = next(_numbers)
         self._running: dict[int, Backward] = {}
         self._lock = threading.Lock()
         self._local_scopes: list[frozenset[int] | None] = []
@@ -110,15 +116,21 @@ class Backend:
             group = self.lookup()
         except RuntimeError:  # refused when the graph runs; compiling alone is allowed
             group = None
-        name, size = (group.name, group.size) if group is not None else ("", 1)
         speeds = self.speeds(group, found.trained.values()) if settings.measures else None
-        compilation = Compilation(settings, found.trained, name, size, speeds)
+        way = self.way(group)
+        if group is not None and not settings.split:
+            introduce(settings, group, way)
+        compilation = Compilation(settings, found.trained, way, speeds)
         graph = _compat.copy_graph(gm) if settings.keep_graphs else None
         compiled = compilation.compile(gm, inputs)
         site = Site(self, found, compilation, compiled, graph)
         self.sites.append(site)
         self.plan_log.tell(site)
         return site
+
+    def way(self, group: Group | None) -> Way:
+        """Over which groups and in which steps graphs sum their buckets."""
+        return way_of(self.settings, group, f"fxddp.{self._number}", 1 if group is None else group.size)
 
     def speeds(self, group: Group | None, trained: Iterable[Tensor]) -> Speeds:
         """What plans are made for where the network counts; a collective for the first graph of a group that trains.
