@@ -287,10 +287,14 @@ class Backend:
         The weights are those of `optimizer.step()` after the backward, which then finds no gradients and does nothing;
         so do `zero_grad` and, with an error, `clip_grad_norm_`. Gradients accumulate under `no_sync` and are used with
         those of the next synchronised backward. Learning rate schedulers and the optimizer's `state_dict` work as ever.
-        With inner="inductor" updates of torch's own optimizers are compiled, bucket by bucket, unless `fused=True`.
+        With inner="inductor" updates of torch's own optimizers are compiled, bucket by bucket, unless `fused=True`:
+        equal to those of `step()` up to the rounding of the parameters' dtype. Muon's iterate in bfloat16, where a sum in
+        another order may change the weights' fourth digit; an uncompiled step is as far from exact arithmetic.
         Every synchronised backward is a step, and what it gives no gradient is not updated, whatever `zero_grad` left
-        there. A `GradScaler` is refused; whatever else looks at gradients before the step, or an optimizer of your own
-        whose update of a parameter depends on other parameters, cannot be combined with it.
+        there. A `GradScaler` is refused, and so are optimizers that need a closure, such as LBFGS, or hold another one,
+        such as `PostLocalSGDOptimizer` and `ZeroRedundancyOptimizer`: their steps do more than update parameters.
+        Whatever else looks at gradients before the step, or an optimizer of your own whose update of a parameter
+        depends on other parameters, cannot be combined with it.
 
         The idea is that of Jiang et al., "Optimizer Fusion", arXiv:2104.00237. See examples/optimizer_in_backward.py.
 
@@ -299,7 +303,7 @@ class Backend:
 
         Raises:
             RuntimeError: there is one already.
-            ValueError: it cannot update parameters one by one.
+            ValueError: its step does more than update parameters one by one; says what, and what to do.
         """
         self.registered.update_by(optimizer)
 
@@ -376,7 +380,7 @@ def backend(
         options: inductor's settings, as in `torch.compile`.
         mode: one of `torch.compile`'s modes, for inductor.
         split: cut the backward at the buckets and launch between the pieces; False keeps one graph with the collectives
-            inside.
+            inside, in all their steps and over all groups, for backwards that have nothing accumulated to fold in.
         init_sync: check shapes and send rank 0's parameters and buffers when a model first runs with grad enabled.
         forward_sync_buffers: send rank 0's buffers before each forward that changes them and will synchronise.
         find_unused_parameters: ranks may use different parameters in one step: averaged over their union, zeros
