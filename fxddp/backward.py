@@ -26,6 +26,7 @@ from torch import Tensor
 
 from . import _compat, ranges
 from .channel import RanksDisagree
+from .coverage import Passage
 from .decision import HOOK, Decision, Event
 from .ending import Ending
 from .holdings import Holdings
@@ -33,7 +34,7 @@ from .packing import empty_bucket, sparse_gradient
 from .passes.plan import Bucket
 from .rounds import Travelling
 from .stats import BackwardRecord
-from .uncovered import Watch, parameters_registered
+from .uncovered import Watch, hook, parameters_registered
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -96,6 +97,7 @@ class Backward:
         by_autograd: what went back through autograd, of parameters by id; None for something local.
         stood_in: parameters with hooks that get a gradient that only other ranks have, by id.
         strangers: parameters of this backward that nobody told us about.
+        passages: nodes whose gradients all go the usual way.
         later: parameters that a backward inside this one has averaged gradients for, to be updated at the end.
         nested: this backward runs inside a node of another one.
     """
@@ -120,6 +122,7 @@ class Backward:
         self.stood_in: dict[int, Tensor] = {}
         self._spared: list[tuple[Tensor, dict[int, Any]]] = []
         self.strangers: list[Tensor] = []
+        self.passages: list[Passage] = []
         self._explored = False
         self._updating = False
         self._interrupt: BaseException | None = None
@@ -232,6 +235,7 @@ class Backward:
 
     def stands_in(self, parameter: Tensor) -> None:
         """Notes that a parameter gets a gradient that only other ranks have: autograd will call no hook for it."""
+        hook(parameter)
         if len(_compat.hooks_after_accumulation(parameter) or ()) > 1:
             self.stood_in[id(parameter)] = parameter
 
