@@ -288,8 +288,8 @@ class Backend:
         so do `zero_grad` and, with an error, `clip_grad_norm_`. Gradients accumulate under `no_sync` and are used with
         those of the next synchronised backward. Learning rate schedulers and the optimizer's `state_dict` work as ever.
         With inner="inductor" updates of torch's own optimizers are compiled, bucket by bucket, unless `fused=True`:
-        equal to those of `step()` up to the rounding of the parameters' dtype. Muon's iterate in bfloat16, where a sum in
-        another order may change the weights' fourth digit; an uncompiled step is as far from exact arithmetic.
+        equal to those of `step()` up to the rounding of the parameters' dtype. Muon's iterate in bfloat16, where a sum
+        in another order may change the weights' fourth digit; an uncompiled step is as far from exact arithmetic.
         Every synchronised backward is a step, and what it gives no gradient is not updated, whatever `zero_grad` left
         there. A `GradScaler` is refused, and so are optimizers that need a closure, such as LBFGS, or hold another one,
         such as `PostLocalSGDOptimizer` and `ZeroRedundancyOptimizer`: their steps do more than update parameters.

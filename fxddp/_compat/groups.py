@@ -47,14 +47,19 @@ def reduce_scatter(group: dist.ProcessGroup, received: Tensor, sent: Tensor) -> 
 
 
 def has_reduce_scatter(group: dist.ProcessGroup) -> bool:
-    """Whether a group's backend has one that sends each part once."""
-    return backend_name(group) != "gloo"
+    """Whether all of a group's backends have one that sends each part once."""
+    return "gloo" not in _backend_names(group)
 
 
 def backend_name(group: dist.ProcessGroup) -> str:
     """Such as "gloo" or "nccl"; torch's own name for the choice where it is another one for each kind of device."""
-    names = {group._get_backend(device).name() for device in group._device_types}
+    names = _backend_names(group)
     return names.pop() if len(names) == 1 else str(dist.get_backend(group))
+
+
+def _backend_names(group: dist.ProcessGroup) -> set[str]:
+    """One for each kind of device, or the same for several."""
+    return {group._get_backend(device).name() for device in group._device_types}
 
 
 def call_group(group: dist.ProcessGroup, name: str) -> None:
