@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .call import Binding, Call
     from .group import Group
     from .optimizer import OptimizerInBackward
+    from .passes.stages import Way
 
 _grad = attrgetter("grad")
 
@@ -218,14 +219,20 @@ class Backward:
         """`launch` for a bucket whose views all go the usual way: they are only made when they are needed."""
         self.lazy.append((self.launch(flat, parameters, None, None, wire, is_last=is_last), bucket, flat))
 
+    def can_launch_inside(self, way: "Way | None") -> bool:
+        """Whether collectives that a graph holds are those that would be launched; makes their groups."""
+        assert self.group is not None
+        count = self.backend.outbox.to(self.group).count
+        return way == self.backend.way(self.group) and count % len(way.groups) == 0
+
     def launched_inside(self, buckets: Sequence[Bucket], views: list[Tensor], parameters: Sequence[Tensor]) -> None:
         """Notes gradients that a graph with collectives inside has reduced already."""
         assert self.group is not None
+        self.backend.outbox.to(self.group).count += len(buckets)
+        self.group.count(len(buckets))
         for bucket in buckets:
-            if bucket.nbytes:
-                self.group.count()
-                self.record.launch(bucket.nbytes)
-                self.record.travels(self.backend.settings.wire_bytes(bucket, self.group.size))
+            self.record.launch(bucket.nbytes)
+            self.record.travels(self.backend.settings.wire_bytes(bucket, self.group.size))
         self.launched.append(Launched(parameters, views))
 
     def stands_in(self, parameter: Tensor) -> None:

@@ -264,14 +264,14 @@ class Reduction(NodeRun):
 
     def _can_run_whole(self) -> bool:
         """Whether the unsplit graph, with its collectives inside, does what this backward needs."""
-        artifact, group = self.artifact, self.call.group
+        artifact = self.artifact
         return (
             artifact.whole is not None
             and not self._decide().defer
             and self._assembly is None
             and self.exceptions.none
             and self.backward.backend.registered.carrier.in_graphs
-            and (artifact.group_name, artifact.group_size) == (group.name, group.size)
+            and self.backward.can_launch_inside(artifact.way)
             and not any(map(self.backward.holdings.have_accumulated, self.by_bucket))
         )
 
@@ -281,7 +281,7 @@ class Reduction(NodeRun):
         backward.record.piece()
         arguments = [*inputs, *scale_tensors(program, backward.scale)]
         inputs.clear()
-        self.call.group.settle()
+        self.call.group.settle_all()  # on every group, what the graph starts comes after what was started
         values = list(self.artifact.whole(arguments))
         members: list[Tensor] = []
         views: list[Tensor] = []

@@ -17,6 +17,9 @@ from .dynamo import with_own_code
 from .wrapping import wrap, wrap_inside
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+ROUNDS_AS_EAGER: dict[str, Any] = {"emulate_precision_casts": True}
+"""Has inductor round values of 16 bits, as in Muon's iteration, after each operation: fused it would not in between."""
+
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
@@ -48,7 +51,7 @@ def step_to_compile(optimizer: Optimizer, name: str) -> Callable[[], None] | Non
     step: Any = type(optimizer).step
     while not getattr(step, "_torchdynamo_disable", False):
         if not hasattr(step, "__wrapped__"):
-            return functools.partial(torch.compile(with_own_code(step, name)), optimizer)
+            return functools.partial(torch.compile(with_own_code(step, name), options=ROUNDS_AS_EAGER), optimizer)
         step = step.__wrapped__
     return None
 
