@@ -60,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
             return _compare(options) if compares else _explain(options)
     except Wrong as error:
         return _fail(parser, error, 2)
+    except BrokenPipeError:
+        raise
     except Exception as error:
         if options.traceback:
             raise
