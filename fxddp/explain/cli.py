@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from fxddp import units
 from fxddp.arguments import positive, whole
 from fxddp.config import AUTO, make_settings
+from fxddp.notes import reason
 
 from . import explain
 from .compare import compare, figures
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         if options.traceback:
             raise
         cause = _behind(error)
-        return _fail(parser, f"{type(cause).__name__}: {cause}", 1)
+        return _fail(parser, reason(cause), 1)
 
 
 def _behind(error: BaseException) -> BaseException:
