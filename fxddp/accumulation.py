@@ -1,8 +1,9 @@
 """What autograd itself accumulates in one backward: gradients that no graph packed into a bucket.
 
-A hook on each parameter tells (`uncovered.py`). It is called for all that went back through autograd, also for what
-graphs reduced and handed back, and for gradients that a graph left out; only the rest is news. News is averaged at the
-end of the backward (`ending.py`), or at once where others look at `.grad` next.
+Hooks tell (`uncovered.py`), or the end of a backward where parameters have none (Note [coverage]). Hooks are called for
+all that went back through autograd, also for what graphs reduced and handed back, and for gradients that a graph left
+out; only the rest is news. News is averaged at the end of the backward (`ending.py`), or at once where others look at
+`.grad` next.
 """
 
 from collections.abc import Sequence

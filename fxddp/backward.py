@@ -25,6 +25,7 @@ from torch import Tensor
 from . import _compat, ranges
 from .accumulation import Accumulation
 from .channel import RanksDisagree
+from .coverage import Passage
 from .decision import Decision
 from .ending import Ending
 from .holdings import Holdings
@@ -33,6 +34,7 @@ from .packing import empty_bucket, sparse_gradient
 from .passes.plan import Bucket
 from .rounds import Travelling
 from .stats import BackwardRecord
+from .uncovered import hook
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -75,6 +77,7 @@ class Backward:
         accumulation: what autograd itself accumulates.
         carried: parameters with local gradients left from backwards under `no_sync`.
         stood_in: parameters with hooks that get a gradient that only other ranks have, by id.
+        passages: nodes whose gradients all go the usual way.
         later: parameters that a backward inside this one has averaged gradients for, to be updated at the end.
         nested: this backward runs inside a node of another one.
     """
@@ -96,6 +99,7 @@ class Backward:
         self.carried: list[Tensor] = []
         self.stood_in: dict[int, Tensor] = {}
         self._spared: list[tuple[Tensor, dict[int, Any]]] = []
+        self.passages: list[Passage] = []
         self._updating = False
         self._interrupt: BaseException | None = None
         self.later: dict[int, Tensor] = {}
@@ -190,6 +194,7 @@ class Backward:
 
     def stands_in(self, parameter: Tensor) -> None:
         """Notes that a parameter gets a gradient that only other ranks have: autograd will call no hook for it."""
+        hook(parameter)
         if len(_compat.hooks_after_accumulation(parameter) or ()) > 1:
             self.stood_in[id(parameter)] = parameter
 
@@ -259,7 +264,7 @@ class Backward:
         self.record.uncovered += (self.backend.watch.name(parameter),)
 
     def accumulated(self, parameter: Tensor, *, now: bool) -> None:
-        """Called by hooks: autograd accumulated into a parameter; with `now` others look at its `.grad` next."""
+        """Told that autograd accumulated into a parameter; with `now` others look at its `.grad` next."""
         try:
             self.accumulation.note(parameter, self, now=now)
         except BaseException as error:

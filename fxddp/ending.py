@@ -40,6 +40,8 @@ class Ending:
         """Reduces what is still local, waits for everything and writes every `.grad`."""
         backward, backend = self.backward, self.backward.backend
         backward.spare_no_more()
+        for parameter in chain.from_iterable(passage.accumulated_elsewhere() for passage in backward.passages):
+            backward.accumulated(parameter, now=False)
         local = backward.accumulation.local
         local.update((id(p), p) for p in backward.accumulation.strangers if p.grad is not None)
         synchronises = backward.synchronises(local.keys())

@@ -21,7 +21,6 @@ from .autograd import (
     profiling,
     put_first,
     queue_callback,
-    restricted_to,
     run_other_accumulation_hooks,
     sequence_number,
     spare_no_more,
@@ -79,6 +78,7 @@ from .dynamo import (
     traces_compilation,
     with_own_code,
 )
+from .engine import executes, observe_backwards, restricted_to, seen_to_begin
 from .groups import (
     all_gather,
     all_to_all,
@@ -125,6 +125,7 @@ __all__ = [
     "data_version",
     "distributed_autograd",
     "dump_piece",
+    "executes",
     "fake_mode",
     "filled",
     "flat_group",
@@ -161,6 +162,7 @@ __all__ = [
     "mutated_inputs",
     "no_view",
     "note_step",
+    "observe_backwards",
     "on_compile",
     "on_frame",
     "only_inlined",
@@ -179,6 +181,7 @@ __all__ = [
     "restricted_to",
     "run_other_accumulation_hooks",
     "saved_context",
+    "seen_to_begin",
     "sequence_number",
     "spare_no_more",
     "spare_undefined",
