@@ -178,8 +178,6 @@ class Watchers:
         """Has one more answer."""
         self._watches = [reference for reference in self._watches if reference() is not None]
         self._watches.append(weakref.ref(watch))
-        if len(self._watches) > 1:
-            self.hook()
 
     def alive(self) -> list[Watch]:
         """Those that are still there, the last to come first."""
