@@ -1,5 +1,6 @@
 """The commands: `python -m fxddp explain …`."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,4 +26,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        try:
+            code = main(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads this, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)

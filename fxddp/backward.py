@@ -15,8 +15,6 @@ autograd drops the callback it will not run. Only buckets that were filled again
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import reduce
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -25,20 +23,22 @@ import torch
 from torch import Tensor
 
 from . import _compat, ranges
+from .accumulation import Accumulation
 from .channel import RanksDisagree
 from .coverage import Passage
-from .decision import HOOK, Decision, Event
+from .decision import Decision
 from .ending import Ending
 from .holdings import Holdings
+from .notes import reason
 from .packing import empty_bucket, sparse_gradient
 from .passes.plan import Bucket
 from .rounds import Travelling
 from .stats import BackwardRecord
-from .uncovered import Watch, hook, parameters_registered
+from .uncovered import hook
 
 if TYPE_CHECKING:
     from .backend import Backend
-    from .call import Binding, Call
+    from .call import Call
     from .group import Group
     from .optimizer import OptimizerInBackward
     from .passes.stages import Way
@@ -66,23 +66,6 @@ class Launched:
         self.outside = outside
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """A reduced gradient that went back through autograd."""
-
-    storage: Any
-    shape: Sequence[int]
-    stride: Sequence[int]
-
-
-def _sum(parts: Sequence[Returned], dtype: torch.dtype) -> Tensor:
-    """The sum of these, added up as autograd does: in the order in which they came."""
-    tensors = [
-        torch.empty((), dtype=dtype, device=p.storage.device).set_(p.storage, 0, p.shape, p.stride) for p in parts
-    ]
-    return reduce(torch.add, tensors)
-
-
 class Backward:
     """The state of one backward (one graph task of autograd's engine) of one backend.
 
@@ -92,11 +75,9 @@ class Backward:
         deferring: ranks took different ways through this backward, and nothing travels before its end.
         launched: what is under way, in the order of launches; `lazy` those whose views are still to be made.
         holdings: gradients that are not under way.
-        local: parameters into which autograd accumulated something local, by id.
+        accumulation: what autograd itself accumulates.
         carried: parameters with local gradients left from backwards under `no_sync`.
-        by_autograd: what went back through autograd, of parameters by id; None for something local.
         stood_in: parameters with hooks that get a gradient that only other ranks have, by id.
-        strangers: parameters of this backward that nobody told us about.
         passages: nodes whose gradients all go the usual way.
         later: parameters that a backward inside this one has averaged gradients for, to be updated at the end.
         nested: this backward runs inside a node of another one.
@@ -117,15 +98,11 @@ class Backward:
         self.launched: list[Launched] = []
         self.lazy: list[tuple[Launched, Bucket, Tensor]] = []
         self.holdings = Holdings()
-        self.local: dict[int, Tensor] = {}
+        self.accumulation = Accumulation(backend)
         self.carried: list[Tensor] = []
-        self.by_autograd: dict[int, tuple[Tensor, list[Returned] | None]] = {}
-        self._undefined: dict[int, tuple[Tensor, int]] = {}
         self.stood_in: dict[int, Tensor] = {}
         self._spared: list[tuple[Tensor, dict[int, Any]]] = []
-        self.strangers: list[Tensor] = []
         self.passages: list[Passage] = []
-        self._explored = False
         self._updating = False
         self._interrupt: BaseException | None = None
         self.later: dict[int, Tensor] = {}
@@ -162,18 +139,7 @@ class Backward:
         """Notes that a compiled node of this backward starts."""
         self.follow(call)
         self.record.graphs.append(call.graph)
-        self.explore(call.binding)
-
-    def explore(self, seen: "Binding | Watch") -> None:
-        """Looks for parameters of this backward that nobody told us about, when this is seen for the first time.
-
-        And again after a module got a new parameter.
-        """
-        if seen.unexplored:
-            seen.explored = parameters_registered()
-            if not self._explored:
-                self._explored = True
-                self.strangers += self.backend.watch.strangers()
+        self.accumulation.explore(call.binding)
 
     @ranges.launches
     def launch(
@@ -254,27 +220,11 @@ class Backward:
         while self._spared:
             _compat.spare_no_more(*self._spared.pop())
 
-    def left_out(self, parameter: Tensor) -> None:
-        """Notes that a graph gives a parameter no gradient in this backward."""
-        if parameter.grad is not None:
-            self._undefined[id(parameter)] = (parameter.grad, _compat.data_version(parameter.grad))
-
-    def returned(self, parameter: Tensor, reduced: Tensor | None) -> None:
-        """Notes that a parameter's gradient goes back through autograd as it is, local or reduced.
-
-        Of reduced ones the storage is kept, not the tensor: autograd takes it over as `.grad` all the same, but cannot
-        add another contribution to it in place, so that one shows.
-        """
-        _, parts = self.by_autograd.setdefault(id(parameter), (parameter, None))
-        if reduced is not None:
-            part = Returned(reduced.untyped_storage(), reduced.shape, reduced.stride())
-            self.by_autograd[id(parameter)] = (parameter, [*(parts or ()), part])
-
     def take(self, parameter: Tensor, *, sparse: bool = False) -> Tensor | None:
         """`Holdings.take`; what was taken is not local any more."""
         old = self.holdings.take(parameter, sparse=sparse)
         if old is not None:
-            self.local.pop(id(parameter), None)
+            self.accumulation.local.pop(id(parameter), None)
         return old
 
     def fill(
@@ -322,72 +272,13 @@ class Backward:
         self.launched.append(launched)
         self.record.uncovered += (self.backend.watch.name(parameter),)
 
-    # --- called by hooks, when autograd accumulated into a watched parameter ----------------------
-
     def accumulated(self, parameter: Tensor, *, now: bool) -> None:
-        """Notes that autograd accumulated into a parameter; with `now` it is averaged at once: others look next."""
+        """Told that autograd accumulated into a parameter; with `now` others look at its `.grad` next."""
         try:
-            self._accumulated(parameter, now=now)
+            self.accumulation.note(parameter, self, now=now)
         except BaseException as error:
             self.abort(error)
             raise
-
-    @torch.no_grad()
-    def _accumulated(self, parameter: Tensor, *, now: bool) -> None:
-        identity = id(parameter)
-        self.explore(self.backend.watch)
-        grad, version = self._undefined.get(identity, (None, 0))
-        if grad is not None and grad is parameter.grad and _compat.data_version(grad) == version:
-            return  # autograd calls hooks for undefined gradients as well
-        reduced: Tensor | None = None
-        if identity in self.by_autograd:
-            _, parts = self.by_autograd[identity]
-            self.by_autograd[identity] = (parameter, None)
-            grad = parameter.grad
-            if parts is None or grad is None or grad.data_ptr() == parts[0].storage.data_ptr():
-                return
-            reduced = _sum(parts, grad.dtype)
-            if torch.allclose(grad, reduced, rtol=0, atol=0, equal_nan=True):
-                return  # ours alone
-        elif not now:
-            self.backend.under_way.refuse_doubtful(parameter)
-            self.local[identity] = parameter
-            return
-        self.backend.under_way.refuse_doubtful(parameter)
-        group = self.group or self.backend.lookup()
-        if group is None:  # alone: an optimizer in backward updates it
-            self.local[identity] = parameter
-        if group is None or not self.synchronises({identity}):
-            return
-        self.group = group
-        self._average_now(parameter, group, reduced)
-
-    def _average_now(self, parameter: Tensor, group: "Group", reduced: Tensor | None) -> None:
-        """Averages what a parameter accumulated, but for the part of it that was reduced already."""
-        self.backend.watch.meet([parameter], group)
-        number = self.backend.replica.number(parameter)
-        event = Event(HOOK, ((number,),), owner=self.backend.replica.owner(group))
-        decision = self.backend.agreement.announce(event, group).decision()
-        self.follow_decision(decision)
-        grad = parameter.grad
-        assert grad is not None
-        if grad.layout is not torch.strided:
-            grad = parameter.grad = grad.to_dense()
-        if reduced is not None:
-            grad.sub_(reduced)
-        unused = self.ids(decision.unused)
-        for bucket in decision.buckets:
-            members = [self.backend.replica.tensor(i) for i in bucket]
-            there = [grad * self.scale if p is parameter else None for p in members]
-            flat, views = self.fill(members, there, unused)
-            others = [i for i, p in enumerate(members) if p is not parameter and bucket[i] not in decision.unused]
-            is_last = bucket is decision.buckets[-1]
-            launched = self.launch(flat, members, others, views, idle=unused, is_last=is_last, outside=True)
-            if number in bucket:
-                self.wait(launched)
-                grad.copy_(views[bucket.index(number)])
-        if reduced is not None:
-            grad.add_(reduced)
 
     def synchronises(self, accumulated: Collection[int]) -> bool:
         """Whether what was accumulated outside of the graphs, for these parameters, is reduced in this backward."""
@@ -463,7 +354,8 @@ class Backward:
         self.stood_in.clear()
         self.backend.watch.keep_pending(self.carried)
         group = self.group
-        if group is None and self.local and self.synchronises(self.local.keys()):
+        local = self.accumulation.local
+        if group is None and local and self.synchronises(local.keys()):
             with suppress(RuntimeError):
                 group = self.backend.lookup()
             self.record.sync = True
@@ -474,7 +366,7 @@ class Backward:
             parameters = chain.from_iterable(launched.parameters for launched in self.launched)
             self.backend.under_way.tear(chain(parameters, self.later.values()), error, group)
         elif self.record.sync and group is not None and not isinstance(error, RanksDisagree):
-            group.give_up(f"{type(error).__name__}: {error}" if error else "an exception outside of fxddp")
+            group.give_up(reason(error))
             for launched in self.launched:
                 if launched.work is not None and not group.drain(launched.work):
                     break

@@ -60,10 +60,12 @@ class DistributedDataParallel(Members):
       `find_unused_parameters` says.
     - `gradient_as_bucket_view`, `batched_grad_copy`: a gradient is always a view of its bucket, packed by compiled
       code; both values give that.
-    - `delay_all_reduce_named_params`, `param_to_hook_all_reduce`: these parameters are averaged like all others, in the
-      order the backward gives. Nothing has to be delayed for it.
+    - `delay_all_reduce_named_params`, `param_to_hook_all_reduce`: these parameters, which must be the module's, are
+      averaged like all others, in the order the backward gives. Nothing has to be delayed for it.
     - `mixed_precision`: parameters and inputs are cast to `param_dtype` in the forward, and gradients travel in
       `reduce_dtype`, by default `param_dtype`. They accumulate in the parameters' own dtype, and it works on CPUs too.
+      Activation checkpointing goes with it inside of compiled graphs; eager code that is computed again in the backward
+      meets the uncast parameters.
     - `dim`: kept for `scatter` and `gather`.
 
     Args:
@@ -157,7 +159,6 @@ class DistributedDataParallel(Members):
             compile=compile,
             fullgraph=fullgraph,
         )
-        checked.delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if check_reduction:
             warnings.warn(
                 "check_reduction is deprecated and has no effect: every backward is checked",
@@ -172,6 +173,7 @@ class DistributedDataParallel(Members):
         ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore = set(ignored)
         named = checked.parameters(module, ignored)
+        checked.delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, named)
         checked.module(module, named)
         self._module_parameters = [parameter for _, parameter in named]
         self.device = self._module_parameters[0].device

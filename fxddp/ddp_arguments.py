@@ -102,8 +102,16 @@ def buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: bool | No
     return effective, effective
 
 
-def delayed(named: Iterable[tuple[str, nn.Parameter]] | None, trigger: Tensor | None) -> None:
-    """Refuses one of `delay_all_reduce_named_params` and `param_to_hook_all_reduce` without the other."""
+def delayed(
+    named: Iterable[tuple[str, nn.Parameter]] | None, trigger: Tensor | None, shared: Iterable[tuple[str, nn.Parameter]]
+) -> None:
+    """Refuses `delay_all_reduce_named_params` that would not be averaged, or without `param_to_hook_all_reduce`.
+
+    Args:
+        named: the former; torch averages them wherever they belong, fxddp only those that are shared.
+        trigger: the latter.
+        shared: the parameters of the module that are averaged.
+    """
     if (named is None) != (trigger is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time; fxddp needs "
@@ -111,6 +119,14 @@ def delayed(named: Iterable[tuple[str, nn.Parameter]] | None, trigger: Tensor | 
         )
     if trigger is not None and not (isinstance(trigger, Tensor) and trigger.requires_grad):
         raise ValueError(f"param_to_hook_all_reduce must be a parameter that requires grad, got {trigger!r}")
+    averaged = {id(parameter) for _, parameter in shared}
+    strangers = [name for name, parameter in named or () if id(parameter) not in averaged]
+    if strangers:
+        raise ValueError(
+            f"delay_all_reduce_named_params: fxddp averages parameters of the module that are not in its "
+            f"_ddp_params_and_buffers_to_ignore, and {', '.join(strangers)} would stay local. Register them in the "
+            "module, or take their names out of that list"
+        )
 
 
 def parameters(model: nn.Module, ignored: AbstractSet[str]) -> list[tuple[str, nn.Parameter]]:

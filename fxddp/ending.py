@@ -42,10 +42,9 @@ class Ending:
         backward.spare_no_more()
         for parameter in chain.from_iterable(passage.accumulated_elsewhere() for passage in backward.passages):
             backward.accumulated(parameter, now=False)
-        for stranger in backward.strangers:
-            if stranger.grad is not None:
-                backward.local[id(stranger)] = stranger
-        synchronises = backward.synchronises(backward.local.keys())
+        local = backward.accumulation.local
+        local.update((id(p), p) for p in backward.accumulation.strangers if p.grad is not None)
+        synchronises = backward.synchronises(local.keys())
         if synchronises:
             backward.record.sync = True
             backward.group = backward.group or backend.lookup()
@@ -54,7 +53,7 @@ class Ending:
             if backward.group is not None:
                 self._reduce_rest(backward.group)
         else:
-            backend.watch.keep_pending(backward.local.values())
+            backend.watch.keep_pending(local.values())
         if backend.around(backward) is None:
             backend.under_way.doubtful.clear()
         under_way = self._write_all(backend.registered.optimizer if synchronises else None)
@@ -110,7 +109,7 @@ class Ending:
         if holdings.aside:  # left by a graph under no_sync, and reduced by another one: averaged, whichever came first
             reduced = set(map(id, chain.from_iterable(launched.parameters for launched in backward.launched)))
             found += [p for identity, (p, _) in holdings.aside.items() if identity in reduced]
-        rest = {id(p): p for p in (*found, *backward.local.values())}
+        rest = {id(p): p for p in (*found, *backward.accumulation.local.values())}
         watch.meet([p for p in rest.values() if replica.is_new(p, group)], group)
         return {replica.number(p): p for p in rest.values()}
 
@@ -162,7 +161,7 @@ class Ending:
             else:
                 outer.update_later(ready)
         if backward.group is None:
-            backward.update_later(backward.local.values())
+            backward.update_later(backward.accumulation.local.values())
         if outer is None:
             backward.update(optimizer, backward.later.values())
         else:
@@ -195,7 +194,8 @@ class Ending:
         if backend.settings.overlap is None or backend.joining or group is None or group.size == 1:
             return []
         launches = Counter(id(p) for launched in backward.launched for p in launched.parameters)
-        elsewhere = backward.by_autograd.keys() | backward.local.keys() | backward.later.keys()
+        accumulation = backward.accumulation
+        elsewhere = accumulation.by_graphs.keys() | accumulation.local.keys() | backward.later.keys()
         late = [
             Late(launched, bucket, flat)
             for launched, bucket, flat in backward.lazy
@@ -210,7 +210,7 @@ class Ending:
 
     def _write_new(self, launched: "Launched") -> bool:
         """Writes the `.grad`s of a bucket, if its parameters have none; taken back if the backward fails."""
-        if self.holdings.taken or self.backward.by_autograd:
+        if self.holdings.taken or self.backward.accumulation.by_graphs:
             return False
         if not all(map(is_, map(_grad, launched.parameters), repeat(None))):
             return False
@@ -227,7 +227,7 @@ class Ending:
         assert views is not None
         taken = self.holdings.taken
         for parameter, view in zip(launched.parameters, views, strict=True):
-            if id(parameter) in self.backward.by_autograd and not launched.outside:
+            if id(parameter) in self.backward.accumulation.by_graphs and not launched.outside:
                 continue
             current = parameter.grad
             if view.is_sparse:

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from . import _compat, ranges
 from .executor import bucket_views
+from .notes import reason
 from .passes.plan import Bucket
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class UnderWay:
         """
         under_way = chain.from_iterable(late.launched.parameters for late in self._late)
         self._torn = {id(p): p for p in chain(parameters, under_way)}
-        self._why = f"{type(error).__name__}: {error}" if error is not None else "an exception outside of fxddp"
+        self._why = reason(error)
         self._late, self._of, self._record, self._update = [], {}, None, None
         _busy.add(self)
         if group is not None:

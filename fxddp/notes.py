@@ -8,6 +8,13 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 
+def reason(error: BaseException | None) -> str:
+    """Why a rank leaves: an exception by its kind and message, if it has one; None stands for one of other code."""
+    if error is None:
+        return "an exception outside of fxddp"
+    return ": ".join(filter(None, (type(error).__name__, str(error))))
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """What a rank has left.

@@ -84,7 +84,7 @@ class LocalRun(NodeRun):
             where = (bucket.index, i)
             if where in back:
                 self.handed[where] = view.clone()
-                self.backward.returned(parameter, None)
+                self.backward.accumulation.handed_back(parameter, None)
             elif where not in self.exceptions.dropped:
                 self.backward.holdings.set_aside(parameter, view)
 
@@ -115,7 +115,7 @@ class Reduction(NodeRun):
         for where, parameter, view, launched in self._to_autograd:
             backward.wait(launched)
             own = self.handed[where] = view.clone()
-            backward.returned(parameter, own)
+            backward.accumulation.handed_back(parameter, own)
         return self.hand_back(values)
 
     def _decide(self) -> Decision:
@@ -134,7 +134,7 @@ class Reduction(NodeRun):
         if decision.defer:
             self.backward.deferring = True
             for index, i in exceptions.dropped:
-                self.backward.left_out(self.by_bucket[index][i])
+                self.backward.accumulation.left_out(self.by_bucket[index][i])
             return
         assert self._proposal is not None
         if exceptions.dropped:
@@ -145,7 +145,7 @@ class Reduction(NodeRun):
             }
             self.exceptions = replace(exceptions, dropped=exceptions.dropped - elsewhere, zeros=elsewhere)
             for index, i in self.exceptions.dropped:
-                self.backward.left_out(self.by_bucket[index][i])
+                self.backward.accumulation.left_out(self.by_bucket[index][i])
         if decision.buckets != self._proposal.event.buckets:
             members = [[self.backward.backend.replica.tensor(n) for n in bucket] for bucket in decision.buckets]
             unused = self.backward.ids(decision.unused)

@@ -129,7 +129,7 @@ class Site:
         if watch.unexplored and self.backend.lookup() is not None:
             node = _compat.compiled_node(results, since)
             if node is not None:
-                node.register_prehook(lambda _: self.backend.backward().explore(watch))
+                node.register_prehook(lambda _: self.backend.backward().accumulation.explore(watch))
         return results
 
     def _bind(self, parameters: tuple[Tensor, ...]) -> Binding:

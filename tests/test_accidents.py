@@ -473,9 +473,16 @@ class Even(nn.Module):
         return x
 
 
+class Speechless(Accident):
+    """One without a message."""
+
+    def __init__(self, _: str) -> None:
+        super().__init__()
+
+
 def on_one_rank(rank: int, world: int) -> None:
     """Rank 1 gives up a step half-way and goes on with the next, as loops do that skip a bad batch."""
-    fuse = Fuse()
+    fuse = Fuse(Speechless)
 
     model, backend = compiled(seeded(0, Even), bucket_mb=1e-6, first_bucket_mb=1e-6, inner=fuse.inner)
     loss_of(model, 0).backward()
@@ -495,3 +502,5 @@ def test_an_accident_on_one_rank_only():
     with Pool(2, group_timeout=60) as pool:
         errors = pool.run(on_one_rank, expect_error=True)
     assert [error and error.type for error in errors] == ["RanksDisagree", "RanksDisagree"], list(map(str, errors))
+    assert errors[0] is not None
+    assert "rank 1 gave up there: Speechless)" in errors[0].message

@@ -54,6 +54,7 @@ def _step(backend: Any, rank: int, tolerance: float = 1e-6) -> dict[str, Any]:
 def _sequence(rank: int, world: int, folder: str, kinds: list[str]) -> list[dict[str, Any]]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{rank}"
     group = dist.new_group([0, 1])
+    alone = [dist.new_group([each]) for each in range(world)][rank]
     digest = fxddp.compiler.source_digest
     try:
         found = []
@@ -72,6 +73,11 @@ def _sequence(rank: int, world: int, folder: str, kinds: list[str]) -> list[dict
                 backend = fxddp.backend(split=False)
             elif name == "group":
                 backend = fxddp.backend(process_group=group)
+            elif name == "alone":
+                backend = fxddp.backend(process_group=alone, split=value != "unsplit")
+            elif name == "emptied":  # on one rank
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{rank or 'new'}"
+                backend = fxddp.backend()
             else:
                 fxddp.compiler.source_digest = lambda: "another version"  # type: ignore[assignment]
                 backend = fxddp.backend()
@@ -93,14 +99,19 @@ def test_plain_and_fxddp_never_share_an_artifact(pool: Pool, tmp_path: Path) -> 
         "unsplit",
         "unsplit",
         "group",
+        "alone",
+        "alone=unsplit",
+        "bucket=25",
+        "emptied",
     ]
-    for steps in pool.run(_sequence, str(tmp_path), kinds, timeout=300):
+    for rank, steps in enumerate(pool.run(_sequence, str(tmp_path), kinds, timeout=300)):
         for kind, step in zip(kinds, steps, strict=True):
-            assert step["local" if kind == "plain" else "averaged"], f"{kind}: {step}"
+            assert step["local" if kind.startswith(("plain", "alone")) else "averaged"], f"{kind}: {step}"
         hits = [step["hit"] for step in steps]
         # the third plain and the repeated fxddp compiles are served; other settings, another version and unsplit are
-        # not, and a group is looked up when the graph runs, so it shares
-        assert hits == [0, 0, 1, 1, 0, 1, 0, 0, 0, 1], list(zip(kinds, hits, strict=True))
+        # not. A group is looked up when the graph runs, and the number of its ranks is an argument of the graph, so
+        # groups share. In the end rank 0 alone has nothing to be served.
+        assert hits == [0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1, rank], list(zip(kinds, hits, strict=True))
         assert [step["pieces_missed"] for step in steps][3] == 0
 
 

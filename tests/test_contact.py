@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxddp
+from fxddp import replica
 from tests.live.lab import (
     Mlp,
     average,
@@ -754,11 +755,30 @@ def other_settings(rank: int, world: int, name: str) -> str:
     return str(error_of(lambda: loss_of(model, 0)))
 
 
+def other_versions(rank: int, world: int) -> list[str]:
+    messages = []
+    versions = ((torch, "__version__", f"2.13.{rank}+cpu"), (replica, "source_digest", lambda: f"{rank}0c4f1e"))
+    for owner, name, version in versions:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, version)
+            model, _ = compiled(seeded(0, Mlp))
+            messages.append(str(error_of(lambda: loss_of(model, 0))))  # noqa: B023 (called at once)
+    module = seeded(0, Mlp)
+    step(module, compiled(module)[0], "the same versions")
+    return messages
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_other_settings_are_refused_on_every_rank(pool: Pool, name: str):
     for message in pool.run(other_settings, name):
         assert f"{name} differs between ranks" in message
         assert "on rank 1" in message
+
+
+def test_other_versions_are_refused_on_every_rank(pool: Pool):
+    for of_torch, of_fxddp in pool.run(other_versions):
+        assert "the version of torch differs between ranks: '2.13.1' on rank 1, '2.13.0' on rank 0" in of_torch
+        assert "the version of fxddp differs between ranks: '10c4f1e' on rank 1, '00c4f1e' on rank 0" in of_fxddp
 
 
 def test_a_frozen_part_that_runs_before_anything_trains(pool: Pool):

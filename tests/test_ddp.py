@@ -905,6 +905,49 @@ def static(rank: int, world: int, compiles: bool) -> None:
     expect("static_graph=True" in str(error) and "heads.2" in str(error), f"{error}")
 
 
+class Repeated(nn.Module):
+    """One block twice, each time computed again in the backward, and an output that is not used."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.last, self.side = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant).tanh()
+        return self.last(x), self.side(x)
+
+
+def static_and_repeated(rank: int, world: int, compiles: bool) -> None:
+    """By hand: from the second step on stock DDP's static graph is wrong for this module, or raises."""
+
+    def loss(model: Any, i: int) -> Tensor:
+        return model(data(i, 4, 8).requires_grad_())[0].square().mean()
+
+    for reentrant in (True, False):
+        module = seeded(0, partial(Repeated, reentrant=reentrant))
+        model = wrapped(module, compile=compiles, static_graph=True)
+        for step in range(3):
+            module.zero_grad()
+            loss(model, step).backward()
+            expected = average(local_gradients(module, partial(loss, i=step)))
+            expect_equal(gradients(module), expected, f"{reentrant=}, step {step}", tol=1e-6)
+        expect(module.side.weight.grad is None, "a gradient of what is not in the loss")
+        for step in range(2):
+            module.zero_grad()
+            with model.no_sync():
+                loss(model, 5 + step).backward()
+            loss(model, 7 + step).backward()
+            expected = average(local_gradients(module, *(partial(loss, i=i + step) for i in (5, 7))))
+            expect_equal(gradients(module), expected, f"{reentrant=}, accumulated {step}", tol=1e-6)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_static_graph_with_checkpoints(pool: Pool, compiles: bool):
+    pool.run(static_and_repeated, compiles)
+
+
 @pytest.mark.parametrize("compiles", [True, False])
 def test_a_static_graph_may_differ_between_ranks(pool: Pool, compiles: bool):
     pool.run(static, compiles, discard=True)
@@ -1260,6 +1303,19 @@ def other_settings(rank: int, world: int) -> None:
     )
     loss_of(model, 0).backward()
     expect_equal(gradients(module), average(local(module, 0)), "delayed ones are averaged like all others")
+    own = {
+        "delay_all_reduce_named_params": [("own", nn.Parameter(torch.ones(1)))],
+        "param_to_hook_all_reduce": named[0][1],
+    }
+    refused = str(error_of(partial(wrapped, module, **own)))
+    expect("own would stay local. Register them in the module" in refused, refused)
+    skipping = wrapped(seeded(0, Heads), skip_all_reduce_unused_params=True, find_unused_parameters=True)
+    stock = Stock(seeded(0, Heads), skip_all_reduce_unused_params=True, find_unused_parameters=True)
+    for i in range(3):
+        for each in (skipping, stock):
+            each.zero_grad()
+            each(data(i, 4, 8), 1).square().mean().backward()
+        expect_equal(gradients(skipping), gradients(stock), f"step {i} of one head")
     expect(not model.backend.settings.find_unused_parameters, "skipping needs no exchange")
     expect("before training starts" in str(error_of(model._set_static_graph)), "too late to be static")
     model = wrapped(seeded(0, Mlp))

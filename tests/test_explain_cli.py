@@ -196,6 +196,13 @@ def test_it_runs_as_a_module(folder: Path) -> None:
     assert "--world-size" in done.stdout
     done = run("explain", "little_models:Net", "--input-shape", "2,9", *FAST)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
+    for buffered in ({}, {"PYTHONUNBUFFERED": "1"}):  # it notices at its end, or at the first line
+        reader, writer = os.pipe()
+        os.close(reader)  # as `| head` does when it has seen enough
+        command = [sys.executable, "-m", "fxddp", "explain", "little_models:Net", "--input-shape", "2,8", *FAST]
+        cut = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, env=environment | buffered)
+        os.close(writer)
+        assert not cut.stderr
     done = run("no")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert main(["--help"]) == 0

@@ -141,6 +141,7 @@ def profiled(rank: int, world: int) -> dict[str, Any]:
     loss_of(model, 0).backward()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
         loss_of(model, 1).backward()
+    last = backend.stats().last
     loss_of(model, 2).backward()
     events = found.events() or []
     ranges = [event for event in events if event.name.startswith("fxddp.")]
@@ -154,6 +155,12 @@ def profiled(rank: int, world: int) -> dict[str, Any]:
             and launch.time_range.start <= event.time_range.start <= launch.time_range.end
         ]
         expect(len(inside) == 1, f"bucket {bucket.index} has {len(inside)} collectives in its range")
+        following = [event for event in ranges if event.name == f"fxddp.piece{bucket.index + 1}"]
+        expect(len(following) == (bucket.index + 1 < last.pieces), f"{len(following)} pieces {bucket.index + 1}")
+        expect(
+            all(launch.time_range.end <= piece.time_range.start for piece in following),
+            f"bucket {bucket.index} was launched after the piece that it was to overlap with had started",
+        )
     return {"names": Counter(event.name for event in ranges), "buckets": len(plan.buckets)}
 
 

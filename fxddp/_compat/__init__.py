@@ -67,14 +67,12 @@ from .dynamo import (
     frame_variables,
     graph_break,
     graph_breaks_logged,
-    hooks_of_all_modules,
     inner_backend,
     on_compile,
     on_frame,
     only_inlined,
     placeholder_example,
     placeholder_source,
-    plain_names,
     recompile_reason,
     trace_artifact,
     traces_compilation,
@@ -96,6 +94,7 @@ from .groups import (
     store_host,
     twin,
 )
+from .modules import hooks_of_all_modules
 from .optimizer import (
     before_clipping,
     before_saving,
@@ -108,7 +107,7 @@ from .optimizer import (
     steps_by_hook,
     when_scaled,
 )
-from .state import mark_states
+from .state import mark_states, plain_names
 
 __all__ = [
     "accumulates",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -260,39 +260,6 @@ def _heard(optimize: Callable[..., Any]) -> Callable[..., Any]:
     return heard
 
 
-def plain_names(compiled: Any) -> None:
-    """Has a compiled module save its state under the plain names, and load it with or without torch's prefix."""
-    if isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule):
-        compiled._register_state_dict_hook(_without_prefix)
-        compiled._register_load_state_dict_pre_hook(_with_prefix)
-
-
-_PREFIX = "_orig_mod."
-
-
-def _without_prefix(_: Any, state: Any, prefix: str, __: Any) -> None:
-    if _asked_by_checkpoint_functions():
-        return
-    for names in (state, getattr(state, "_metadata", {})):
-        for name in [name for name in names if name.startswith(prefix + _PREFIX)]:
-            names[prefix + name.removeprefix(prefix + _PREFIX)] = names.pop(name)
-
-
-def _asked_by_checkpoint_functions() -> bool:
-    # torch.distributed.checkpoint.state_dict takes the prefix away itself, and insists on finding it.
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None and caller.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
-        caller = caller.f_back
-    return caller is not None
-
-
-def _with_prefix(state: Any, prefix: str, *_: Any) -> None:
-    for names in (state, getattr(state, "_metadata", {})):
-        for name in [n for n in names if n.startswith(prefix) and not n.startswith(prefix + _PREFIX)]:
-            if name != prefix.removesuffix("."):
-                names[prefix + _PREFIX + name.removeprefix(prefix)] = names.pop(name) if names is state else names[name]
-
-
 def inner_backend(compiler_fn: Any) -> Any:
     """The backend object behind the wrappers that `torch.compile` puts around it."""
     seen = 0
@@ -342,18 +309,6 @@ def with_own_code(function: Any, name: str) -> Any:
     """The same function with a code object of its own: Dynamo counts recompiles, and learns sizes, by code object."""
     code = function.__code__.replace(co_name=name, co_qualname=name)
     return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
-
-
-def hooks_of_all_modules() -> list[dict[int, Any]]:
-    """Where torch keeps the hooks that every module calls."""
-    from torch.nn.modules import module
-
-    return [
-        module._global_forward_hooks,
-        module._global_forward_pre_hooks,
-        module._global_backward_hooks,
-        module._global_backward_pre_hooks,
-    ]
 
 
 def only_inlined(function: Any) -> Any:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from fxddp import units
 from fxddp.arguments import positive, whole
 from fxddp.config import AUTO, make_settings
+from fxddp.notes import reason
 
 from . import explain
 from .compare import compare, figures
@@ -60,11 +61,13 @@ def main(argv: Sequence[str]) -> int:
             return _compare(options) if compares else _explain(options)
     except Wrong as error:
         return _fail(parser, error, 2)
+    except BrokenPipeError:
+        raise
     except Exception as error:
         if options.traceback:
             raise
         cause = _behind(error)
-        return _fail(parser, f"{type(cause).__name__}: {cause}", 1)
+        return _fail(parser, reason(cause), 1)
 
 
 def _behind(error: BaseException) -> BaseException:

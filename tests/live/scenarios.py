@@ -10,12 +10,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.live.yardstick import Adapter, Context, Fxddp, Manual, Run, Stock, compare, differences_between_ranks, train
 
@@ -620,17 +621,27 @@ add(
 )
 
 
-class Checkpointed(nn.Module):
-    """Activation checkpointing of each block."""
+def products_are_kept(_: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    keeps = op is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __init__(self, *, reentrant: bool) -> None:
+
+class Checkpointed(nn.Module):
+    """Activation checkpointing of each block; in the middle one the products may be kept."""
+
+    def __init__(self, *, reentrant: bool, keeps: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block() for _ in range(3)])
         self.reentrant = reentrant
+        self.keeps = keeps
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
+            if self.keeps and block is self.blocks[1]:
+                selective = partial(create_selective_checkpoint_contexts, products_are_kept)
+                x = checkpoint(block, x, use_reentrant=False, context_fn=selective)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
         return x
 
 
@@ -638,7 +649,7 @@ def from_input_with_gradient(ctx: Context, i: int) -> None:
     ctx.step(mean_square(ctx.model(ctx.normal(i, 8, 16).requires_grad_())))
 
 
-add("checkpoint", lambda rank: Checkpointed(reentrant=False), usual, graphs_do_the_work=True)
+add("checkpoint", lambda rank: Checkpointed(reentrant=False, keeps=True), usual, graphs_do_the_work=True)
 add("checkpoint_reentrant", lambda rank: Checkpointed(reentrant=True), from_input_with_gradient)
 add(
     "checkpoint_around_compiled_blocks",
@@ -730,12 +741,28 @@ def inference_on_rank_0_only(ctx: Context, i: int) -> None:
             ctx.model(ctx.normal(i + 50, 5, 16))
 
 
-@scenario(lambda rank: Transformer(depth=1), tol=2e-2)
-def autocast(ctx: Context, i: int) -> None:
+def with_scaler(ctx: Context) -> Any:
+    return ctx.wrap(ctx.raw), torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+
+
+@scenario(lambda rank: Transformer(depth=1), steps=5, wrap=with_scaler, tol=2e-2, left_out=BETWEEN_GRAPHS)
+def autocast_and_gradient_scaling(ctx: Context, i: int) -> None:
+    """A step that all ranks skip, because of an infinite loss on one of them."""
+    model, scaler = ctx.model
+    overflows = i == 1
     tokens = ctx.integers(i, 40, 3, 7)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = ctx.model(tokens[:, :-1])
-    ctx.step(F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()))
+    with torch.autocast("cpu", dtype=torch.float16 if i == 3 else torch.bfloat16):
+        logits = model(tokens[:, :-1])
+    loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    ctx.opt.zero_grad()
+    ctx.backward(scaler.scale(loss * (torch.inf if overflows and ctx.rank == 1 else 1)))
+    scaler.step(ctx.opt)
+    scaler.update()
+    ctx.watch("scale", torch.tensor(scaler.get_scale()))
+    finite = {name: None if g is None else g.isfinite().all() for name, g in ctx.run.gradients[-1].items()}
+    ctx.expect(all(finite.values()) is not overflows, f"step {i}: finite gradients: {finite}")
+    if overflows:  # which of them are infinite, and which no numbers, is a matter of the order of operations
+        ctx.run.gradients[-1] = finite
 
 
 # ---- several forwards, backwards and models -----------------------------------------------------------------------
