@@ -95,7 +95,6 @@ class Watch:
         backend = self._backend()
         return -1 if backend is None else backend.concern()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
     def accumulated(self, parameter: Tensor) -> None:
         """Called after autograd's accumulation into a watched parameter, whether or not there was a gradient."""
         if parameter.grad is None:
@@ -181,6 +180,7 @@ class _Watchers:
         """Those that are still there, the last to come first."""
         return [watch for reference in reversed(self._watches) if (watch := reference()) is not None]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
     def accumulated(self, parameter: Tensor) -> None:
         """Has one of them note what autograd accumulated."""
         watches = self.alive()
@@ -198,7 +198,7 @@ def _hook(watchers: _Watchers) -> Callable[[Tensor], None]:
         if parameter.grad is not None:
             watchers.accumulated(parameter)
 
-    return hook
+    return torch.compiler.disable(hook, recursive=False)  # type: ignore[no-any-return]  # costs nothing when called
 
 
 def _watchers_of(parameter: Tensor) -> _Watchers | None:
