@@ -484,12 +484,12 @@ class Renormalised(nn.BatchNorm1d):
     """Computes with its running statistics in training as well."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) - self.running_mean
+        return super().forward(x) - self.get_buffer("running_mean")
 
 
 def running_statistics(rank: int, world: int) -> None:
     for where in ("disabled", "alone"):
-        module = seeded(0, lambda where=where: Normalised(where))
+        module = seeded(0, partial(Normalised, where))
         model, _ = compiled(module)
         for i in range(2):
             step(module, model, f"{where}, step {i}", partial(loss_of, i=i))

@@ -650,7 +650,7 @@ def compiled_steps(rank: int, world: int, wrap: Callable[[nn.Module], Any]) -> N
         for metrics in torch._dynamo.utils.get_compilation_metrics()
         if metrics.co_filename
         and Path(metrics.co_filename).is_relative_to(own)
-        and not metrics.co_name.startswith("forward_")  # the module's, by a name of the wrapper's
+        and not str(metrics.co_name).startswith("forward_")  # the module's, by a name of the wrapper's
     }
     expect(not traced, f"Dynamo traced {traced}")
 
