@@ -124,8 +124,6 @@ class Agreement:
     def conclude(self, proposal: Proposal, records: Sequence[Record], group: "Group") -> Decision:
         """What all ranks do, from their records; called once for each proposal."""
         event = proposal.event
-        backend = self._backend()
-        assert backend is not None
         if all(record == event.record for record in records):
             decision = event.alone
         else:
@@ -139,17 +137,18 @@ class Agreement:
                 known = self._decide(proposal.events, group)
                 group.remember(key, known)
             decision = known
-        if backend.settings.static_graph and event.kind in (GRAPH, *ENDS):
+        backend = self._backend()
+        if backend is not None and backend.settings.static_graph and event.kind in (GRAPH, *ENDS):
             self._static.setdefault(event.bare.record, (event.bare, []))[1].append(decision)
         return decision
 
     def _decide(self, events: Sequence[Event], group: "Group") -> Decision:
         """For ranks at different steps; by the settings of the backend that the others are at, not this rank's."""
         owner = next((event.owner for event in events if event.kind != JOINED), 0)
-        backend = group.owner(owner) or self._backend()
-        assert backend is not None
+        backend = group.owner(owner) or self._backend()  # None where buffers of a model that is gone are confirmed
+        find_unused = backend is not None and backend.settings.find_unused_parameters
         try:
-            return decide(events, find_unused=backend.settings.find_unused_parameters, name=group.title)
+            return decide(events, find_unused=find_unused, name=group.title)
         except Different as error:
             raise RanksDisagree(str(error)) from None
 

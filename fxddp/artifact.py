@@ -17,6 +17,7 @@ from .passes.forward import ForwardProgram
 from .passes.outline import Outline
 from .passes.pipeline import Rewritten
 from .passes.split import Program
+from .passes.stages import Way
 
 _OutputCode: Any = _compat.output_code_class()
 _local = threading.local()
@@ -95,7 +96,7 @@ class SplitBackward(InPieces):
         mutated: positions of the Dynamo inputs whose data the forward changes.
         outline: what `fxddp.explain` tells about it; goes with it into caches.
         whole: the unsplit backward with the collectives inside, or None.
-        group_name, group_size: what `whole` was compiled for.
+        way: what `whole` was compiled for.
     """
 
     def __init__(self, program: Program, pieces: Sequence[Any], mutated: tuple[int, ...]) -> None:
@@ -104,8 +105,7 @@ class SplitBackward(InPieces):
         self.mutated = mutated
         self.whole: Callable[[list[Any]], Any] | None = None
         self.local: Callable[[], Sequence[Any]] | None = None
-        self.group_name = ""
-        self.group_size = 0
+        self.way: Way | None = None
         self.rewritten: Rewritten | None = None
         self.outline: Outline | None = None
 

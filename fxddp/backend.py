@@ -1,5 +1,6 @@
 """The Dynamo backend: `torch.compile(model, backend=fxddp.backend(…))`."""
 
+import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from .modules import Modules, owners
 from .next_forward import UnderWay
 from .passes.cost import Speeds
 from .passes.plan import BucketPlan
+from .passes.stages import Way
 from .plan_log import PlanLog
 from .refill import ReducedBuckets
 from .registered import Registered
@@ -36,6 +38,7 @@ from .sending import Outbox
 from .site import Site, inspect
 from .speeds import assumed, speeds_of
 from .stats import EventLog, Stats
+from .transport import introduce, way_of
 from .turns import Turn
 from .uncovered import Watch, refuse_subclass
 from .units import mib
@@ -43,6 +46,8 @@ from .units import mib
 __all__ = ["Backend", "backend", "backend_of", "by_name", "no_sync"]
 
 listen()
+
+_numbers = itertools.count()
 
 
 class Backend:
@@ -54,6 +59,7 @@ class Backend:
         under_way: what the last backward left to be waited for in the next forward.
         outbox: what this iteration has sent; or took part in, without inputs.
         joining: ranks may run out of inputs, under `join`.
+        gathers: the next backward averages what forwards under `no_sync` left; what they leave in it too.
         divide_by_initial_world_size: gradients are then divided by the number of all ranks, not of those with inputs.
     """
 
@@ -75,7 +81,9 @@ class Backend:
         self.reduced = ReducedBuckets()
         self.under_way = UnderWay(self)
         self.joining = False
+        self.gathers = False
         self.divide_by_initial_world_size = True
+        self._number = next(_numbers)
         self._running: dict[int, Backward] = {}
         self._lock = threading.Lock()
         self._local_scopes: list[frozenset[int] | None] = []
@@ -110,15 +118,21 @@ class Backend:
             group = self.lookup()
         except RuntimeError:  # refused when the graph runs; compiling alone is allowed
             group = None
-        name, size = (group.name, group.size) if group is not None else ("", 1)
         speeds = self.speeds(group, found.trained.values()) if settings.measures else None
-        compilation = Compilation(settings, found.trained, name, size, speeds)
+        way = self.way(group)
+        if group is not None and not settings.split:
+            introduce(settings, group, way)
+        compilation = Compilation(settings, found.trained, way, speeds)
         graph = _compat.copy_graph(gm) if settings.keep_graphs else None
         compiled = compilation.compile(gm, inputs)
         site = Site(self, found, compilation, compiled, graph)
         self.sites.append(site)
         self.plan_log.tell(site)
         return site
+
+    def way(self, group: Group | None) -> Way:
+        """Over which groups and in which steps graphs sum their buckets."""
+        return way_of(self.settings, group, f"fxddp.{self._number}", 1 if group is None else group.size)
 
     def speeds(self, group: Group | None, trained: Iterable[Tensor]) -> Speeds:
         """What plans are made for where the network counts; a collective for the first graph of a group that trains.
@@ -184,9 +198,12 @@ class Backend:
         with self._lock:  # autograd has a thread for each device
             running = self._running.get(task)
             if running is None:
-                if not self._running:
+                outermost = not self._running
+                if outermost:
                     self.outbox.discard()
                 running = self._running[task] = Backward(self, task)
+                if outermost:
+                    running.gathers, self.gathers = self.gathers, False
         return running
 
     @property
@@ -275,10 +292,14 @@ class Backend:
         The weights are those of `optimizer.step()` after the backward, which then finds no gradients and does nothing;
         so do `zero_grad` and, with an error, `clip_grad_norm_`. Gradients accumulate under `no_sync` and are used with
         those of the next synchronised backward. Learning rate schedulers and the optimizer's `state_dict` work as ever.
-        With inner="inductor" updates of torch's own optimizers are compiled, bucket by bucket, unless `fused=True`.
+        With inner="inductor" updates of torch's own optimizers are compiled, bucket by bucket, unless `fused=True`:
+        equal to those of `step()` up to the rounding of the parameters' dtype. Muon's iterate in bfloat16, where a sum
+        in another order may change the weights' fourth digit; an uncompiled step is as far from exact arithmetic.
         Every synchronised backward is a step, and what it gives no gradient is not updated, whatever `zero_grad` left
-        there. A `GradScaler` is refused; whatever else looks at gradients before the step, or an optimizer of your own
-        whose update of a parameter depends on other parameters, cannot be combined with it.
+        there. A `GradScaler` is refused, and so are optimizers that need a closure, such as LBFGS, or hold another one,
+        such as `PostLocalSGDOptimizer` and `ZeroRedundancyOptimizer`: their steps do more than update parameters.
+        Whatever else looks at gradients before the step, or an optimizer of your own whose update of a parameter
+        depends on other parameters, cannot be combined with it.
 
         The idea is that of Jiang et al., "Optimizer Fusion", arXiv:2104.00237. See examples/optimizer_in_backward.py.
 
@@ -287,7 +308,7 @@ class Backend:
 
         Raises:
             RuntimeError: there is one already.
-            ValueError: it cannot update parameters one by one.
+            ValueError: its step does more than update parameters one by one; says what, and what to do.
         """
         self.registered.update_by(optimizer)
 
@@ -364,7 +385,7 @@ def backend(
         options: inductor's settings, as in `torch.compile`.
         mode: one of `torch.compile`'s modes, for inductor.
         split: cut the backward at the buckets and launch between the pieces; False keeps one graph with the collectives
-            inside.
+            inside, in all their steps and over all groups, for backwards that have nothing accumulated to fold in.
         init_sync: check shapes and send rank 0's parameters and buffers when a model first runs with grad enabled.
         forward_sync_buffers: send rank 0's buffers before each forward that changes them and will synchronise.
         find_unused_parameters: ranks may use different parameters in one step: averaged over their union, zeros

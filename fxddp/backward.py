@@ -26,6 +26,7 @@ from torch import Tensor
 
 from . import _compat, ranges
 from .channel import RanksDisagree
+from .coverage import Passage
 from .decision import HOOK, Decision, Event
 from .ending import Ending
 from .holdings import Holdings
@@ -33,13 +34,14 @@ from .packing import empty_bucket, sparse_gradient
 from .passes.plan import Bucket
 from .rounds import Travelling
 from .stats import BackwardRecord
-from .uncovered import Watch, parameters_registered
+from .uncovered import Watch, hook, parameters_registered
 
 if TYPE_CHECKING:
     from .backend import Backend
     from .call import Binding, Call
     from .group import Group
     from .optimizer import OptimizerInBackward
+    from .passes.stages import Way
 
 _grad = attrgetter("grad")
 
@@ -95,8 +97,10 @@ class Backward:
         by_autograd: what went back through autograd, of parameters by id; None for something local.
         stood_in: parameters with hooks that get a gradient that only other ranks have, by id.
         strangers: parameters of this backward that nobody told us about.
+        passages: nodes whose gradients all go the usual way.
         later: parameters that a backward inside this one has averaged gradients for, to be updated at the end.
         nested: this backward runs inside a node of another one.
+        gathers: what forwards under `no_sync` left is averaged at its end, what they leave in it too.
     """
 
     def __init__(self, backend: "Backend", task: int) -> None:
@@ -108,6 +112,7 @@ class Backward:
         self.scale = 1.0
         self.over = False
         self.deferring = False
+        self.gathers = False
         self._calls = 0
         self.launched: list[Launched] = []
         self.lazy: list[tuple[Launched, Bucket, Tensor]] = []
@@ -119,6 +124,7 @@ class Backward:
         self.stood_in: dict[int, Tensor] = {}
         self._spared: list[tuple[Tensor, dict[int, Any]]] = []
         self.strangers: list[Tensor] = []
+        self.passages: list[Passage] = []
         self._explored = False
         self._updating = False
         self._interrupt: BaseException | None = None
@@ -213,18 +219,25 @@ class Backward:
         """`launch` for a bucket whose views all go the usual way: they are only made when they are needed."""
         self.lazy.append((self.launch(flat, parameters, None, None, wire, is_last=is_last), bucket, flat))
 
+    def can_launch_inside(self, way: "Way | None") -> bool:
+        """Whether collectives that a graph holds are those that would be launched; makes their groups."""
+        assert self.group is not None
+        count = self.backend.outbox.to(self.group).count
+        return way == self.backend.way(self.group) and count % len(way.groups) == 0
+
     def launched_inside(self, buckets: Sequence[Bucket], views: list[Tensor], parameters: Sequence[Tensor]) -> None:
         """Notes gradients that a graph with collectives inside has reduced already."""
         assert self.group is not None
+        self.backend.outbox.to(self.group).count += len(buckets)
+        self.group.count(len(buckets))
         for bucket in buckets:
-            if bucket.nbytes:
-                self.group.count()
-                self.record.launch(bucket.nbytes)
-                self.record.travels(self.backend.settings.wire_bytes(bucket, self.group.size))
+            self.record.launch(bucket.nbytes)
+            self.record.travels(self.backend.settings.wire_bytes(bucket, self.group.size))
         self.launched.append(Launched(parameters, views))
 
     def stands_in(self, parameter: Tensor) -> None:
         """Notes that a parameter gets a gradient that only other ranks have: autograd will call no hook for it."""
+        hook(parameter)
         if len(_compat.hooks_after_accumulation(parameter) or ()) > 1:
             self.stood_in[id(parameter)] = parameter
 
@@ -378,6 +391,8 @@ class Backward:
 
     def synchronises(self, accumulated: Collection[int]) -> bool:
         """Whether what was accumulated outside of the graphs, for these parameters, is reduced in this backward."""
+        if self.gathers:
+            return True
         return self.record.sync if self._calls else not self.backend.under_no_sync(accumulated)
 
     # --- the end ----------------------------------------------------------------------------------

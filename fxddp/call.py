@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _compat, executor, next_forward
+from .coverage import Coverage
 from .decision import GRAPH, Event
 from .group import Group
 from .passes.plan import BucketPlan
@@ -43,6 +45,7 @@ class Binding:
         foreign: some do not get their gradient the usual way.
         group: whose ranks they have met.
         explored: what was registered when parameters nobody told us about were last looked for.
+        coverage: of the parameters whose gradients the graph packs; None before its first backward was in sight.
     """
 
     def __init__(self, positions: tuple[int, ...], parameters: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -52,6 +55,7 @@ class Binding:
         self.foreign = bool(self.repeated) or any(not isinstance(p, nn.Parameter) or not p.is_leaf for p in parameters)
         self.group: Group | None = None
         self.explored = -1
+        self.coverage: Coverage | None = None
         self._slot = {position: i for i, position in enumerate(positions)}
         self._plan: BucketPlan | None = None
         self._getters: list[Any] = []
@@ -62,6 +66,23 @@ class Binding:
     def unexplored(self) -> bool:
         """Whether backwards of these parameters may hold others that nobody told us about."""
         return self.explored != parameters_registered()
+
+    def cover(self, call: "Call", plan: BucketPlan | None, node: Any) -> None:
+        """A forward ran, whose backward will execute this node and pack buckets by this plan."""
+        if self.coverage is None:
+            packed = () if plan is None else chain.from_iterable(self.by_bucket(plan, call.parameters))
+            self.coverage = Coverage(packed)
+        self.coverage.expect(node)
+
+    def uncover(self) -> None:
+        """A backward takes another than the usual way through the graph."""
+        if self.coverage is not None:
+            self.coverage.end()
+
+    @property
+    def bare(self) -> bool:
+        """Whether the parameters whose gradients the graph packs have no hooks."""
+        return self.coverage is not None and self.coverage.bare
 
     def by_bucket(self, plan: BucketPlan, parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """The parameters of each bucket of a plan."""
@@ -144,6 +165,11 @@ class Call:
         self.graph = graph
         self.undefined: frozenset[int] = frozenset()
         self.creates_graph = False
+
+    def mark(self, node: Any, plan: BucketPlan | None) -> None:
+        """Has this call announced by the node of the forward's results, which will run its backward, by this plan."""
+        node.register_prehook(self)
+        self.binding.cover(self, plan, node)
 
     def parameters_by_bucket(self, plan: BucketPlan) -> list[tuple[Tensor, ...]]:
         """The parameters of each bucket of a plan."""

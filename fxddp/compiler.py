@@ -6,6 +6,7 @@ from contextvars import copy_context
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from .passes.launching import CAUTION, plan_launches
 from .passes.outline import Outline
 from .passes.plan import Bucket, BucketPlan, GradSpec
 from .passes.sizing import choose_plan, rounded
+from .passes.stages import Way
+
+_nbytes = attrgetter("nbytes")
 
 PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
 
@@ -40,14 +44,13 @@ class Compilation:
         self,
         settings: Settings,
         parameters: Mapping[int, Tensor],
-        group_name: str,
-        group_size: int,
+        way: Way,
         speeds: Speeds | None = None,
     ) -> None:
         self._settings = settings
         self.speeds = speeds
         self._parameters = _compat.stand_ins(parameters)  # compiled code outlives models
-        self._group = (group_name, group_size)
+        self._way = way
         self._forward_outputs: tuple[Any, ...] = ()
         self._forward_work = Work()
         self._reads: tuple[Reads, ...] = ()
@@ -127,7 +130,6 @@ class Compilation:
 
     def _backward(self, inner: PieceCompiler, gm: fx.GraphModule, inputs: Sequence[Any]) -> SplitBackward:
         settings = self._settings
-        name, size = self._group
         rewritten = pipeline.rewrite_backward(
             _compat.copy_graph(gm),  # AOTAutograd may come with the same graph again
             parameters=self._parameters,
@@ -138,7 +140,7 @@ class Compilation:
             choose=partial(choose_plan, speeds=self.speeds, sent=self._sent) if settings.auto and self.speeds else None,
             wire=settings.wire,
             launch=None if settings.overlap is None else self._launches,
-            group_name=name,
+            way=self._way,
             inputs=inputs,
             keep=settings.keep_graphs,
         )
@@ -146,12 +148,12 @@ class Compilation:
         _compat.forbid_donation()
         if not settings.compile_pieces:
             backward = SplitBackward(rewritten.program, (), mutated)
-        elif settings.split or not rewritten.plan.buckets:
+        elif settings.split or not rewritten.plan.buckets or not all(map(_nbytes, rewritten.plan.buckets)):
             backward = SplitBackward(rewritten.program, _compile_all(inner, rewritten.pieces), mutated)
         else:
             backward = SplitBackward(rewritten.program, (), mutated)
             backward.whole = _compile(inner, rewritten.gm)
-            backward.group_name, backward.group_size = name, size
+            backward.way = self._way
             # settings live in a context of their own per thread: autograd's CUDA threads see none of this one's
             again = _compat.saved_context()
             backward.local = partial(copy_context().run, _compile_later, again, inner, rewritten.pieces)
@@ -189,7 +191,7 @@ class Compilation:
             self.speeds,
             None if self.speeds is None else str(settings.codec),
         )
-        where = () if settings.split else self._group
+        where = None if settings.split else self._way
         return hashlib.sha256(repr((parts, where)).encode()).hexdigest()
 
 

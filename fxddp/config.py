@@ -130,11 +130,6 @@ def make_settings(
     if device_mesh is not None:
         group = _group_of(device_mesh, process_group)
     algorithm = _algorithm(algorithm, device_mesh, lanes)
-    if (lanes or algorithm != "all_reduce") and not split:
-        raise ValueError(
-            f"split=False keeps the all-reduces inside one graph; {len(lanes) or 1} process_group(s) with "
-            f"algorithm={algorithm!r} need split=True"
-        )
     auto = bucket_mb == AUTO
     if auto and first_bucket_mb != FIRST_MB:
         raise ValueError(

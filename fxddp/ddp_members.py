@@ -1,7 +1,7 @@
 """Members of torch's wrapper that people use beside `forward`: with another meaning here, or not there."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +96,11 @@ class Members(nn.parallel.DistributedDataParallel):
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Returns: outputs are the module's own and are never cloned."""
 
+    @property
+    def reducer(self) -> "Reducer":  # type: ignore[override]
+        """For libraries that ask torch's reducer for the average of what forwards under `no_sync` left."""
+        return Reducer(self.backend)
+
     # --- not there --------------------------------------------------------------------------------
 
     @property
@@ -184,6 +189,24 @@ class Members(nn.parallel.DistributedDataParallel):
             "_remove_autograd_hooks: there is no Reducer whose hooks could be removed; use .module to train without "
             "averaging"
         )
+
+
+class Reducer:
+    """What torch's pipeline schedules and other libraries call of the reducer of torch's wrapper."""
+
+    def __init__(self, backend: ModuleBackend) -> None:
+        self._backend = backend
+
+    def prepare_for_backward(self, tensors: Sequence[Tensor]) -> None:
+        """Has the next backward average what forwards under `no_sync` accumulated, its own included.
+
+        Args:
+            tensors: outputs that it starts from; of no use here, as unused parameters are found anyway.
+        """
+        self._backend.gathers = True
+
+    def _rebuild_buckets(self) -> bool:
+        return False  # they are in the order of the backward from the start
 
 
 def _refuse_to_be_wrapped(parent: nn.Module, _: str, child: nn.Module | None) -> None:

@@ -40,6 +40,8 @@ class Ending:
         """Reduces what is still local, waits for everything and writes every `.grad`."""
         backward, backend = self.backward, self.backward.backend
         backward.spare_no_more()
+        for parameter in chain.from_iterable(passage.accumulated_elsewhere() for passage in backward.passages):
+            backward.accumulated(parameter, now=False)
         for stranger in backward.strangers:
             if stranger.grad is not None:
                 backward.local[id(stranger)] = stranger
@@ -47,6 +49,8 @@ class Ending:
         if synchronises:
             backward.record.sync = True
             backward.group = backward.group or backend.lookup()
+            if backward.gathers:
+                self.holdings.show()
             if backward.group is not None:
                 self._reduce_rest(backward.group)
         else:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import _compat, ranges
+from . import _compat, coverage, ranges
 from .passes.plan import Bucket
 from .passes.split import Program
 
@@ -105,10 +105,13 @@ def execute(artifact: "SplitBackward", inputs: list[Any]) -> list[Any]:
     restricted = _compat.restricted_to()
     if call is None or restricted is not None or call.creates_graph:
         if call is not None and (restricted is None or not restricted.isdisjoint(call.binding.ids)):
+            call.binding.uncover()
             call.backend.backward().follow(call)
         flats = _Flats(program)
         values = run_pieces(artifact, inputs, 1.0, flats.keep)
         return [flats.view(ref) if isinstance(ref, tuple) else values[i] for i, ref in enumerate(program.outputs)]
+    if not _compat.seen_to_begin():
+        coverage.end_all()
     backward = call.backend.backward()
     try:
         exceptions = _exceptions(program, call)
@@ -191,10 +194,11 @@ def _exceptions(program: Program, call: "Call") -> Exceptions:
         and not call.binding.foreign
         and all(map(_requires_grad, parameters))
         and not any(map(_tensor_hooks, parameters))
-        and max(map(len, filter(None, map(_accumulation_hooks, parameters))), default=0) <= 1
+        and not _hooked_accumulation(call)
     )
     if usual:
         return NO_EXCEPTIONS
+    call.binding.uncover()
     by_bucket = list(zip(program.plan.buckets, call.parameters_by_bucket(program.plan), strict=True))
     defined = {
         id(parameter)
@@ -218,6 +222,14 @@ def _exceptions(program: Program, call: "Call") -> Exceptions:
             elif _hook_count(_compat.hooks_after_accumulation(parameter)) > 1:
                 found.reduced.add(where)
     return found
+
+
+def _hooked_accumulation(call: "Call") -> bool:
+    """Whether the user hooked the accumulation of some parameters; where they have no hook of ours, any is his."""
+    hooks = map(_accumulation_hooks, call.parameters)
+    if call.binding.bare:
+        return any(hooks)
+    return max(map(len, filter(None, hooks)), default=0) > 1
 
 
 def _hook_count(hooks: Any) -> int:

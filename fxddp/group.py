@@ -94,7 +94,7 @@ class Group:
     @property
     def backend_name(self) -> str:
         """Such as "gloo" or "nccl"."""
-        return dist.get_backend(self.process_group)
+        return _compat.backend_name(self.process_group)
 
     def owner(self, number: int) -> "Backend | None":
         """The backend with a number."""

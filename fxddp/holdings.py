@@ -81,13 +81,17 @@ class Holdings:
         for parameter in parameters:
             parameter.grad = None
 
-    def lay_back(self) -> list[Tensor]:
-        """The backward is over: what was set aside goes to `.grad`; the parameters."""
-        laid = []
+    def show(self) -> list[Tensor]:
+        """Puts what was set aside into `.grad`; the parameters."""
         for parameter, gradient in self.aside.values():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            laid.append(parameter)
+        shown = [parameter for parameter, _ in self.aside.values()]
         self.aside.clear()
+        return shown
+
+    def lay_back(self) -> list[Tensor]:
+        """The backward is over: what was set aside goes to `.grad`; the parameters."""
+        laid = self.show()
         self.taken.clear()
         self.refilled.clear()
         self.new.clear()

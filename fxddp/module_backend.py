@@ -154,24 +154,35 @@ class ModuleBackend(Backend):
 
     def note(self, *, sync: bool) -> None:
         """Notes that the running backward belongs to a forward that does or does not synchronise."""
-        if self.joining and _compat.restricted_to() is None:
-            self.backward()  # around those inside it, which are not the end of the iteration
         task = _compat.task_id()
+        if task not in self._running and _compat.accumulates_everywhere() and (self.joining or self._trains):
+            self.backward()  # around those inside it, which are not the end of the iteration
         self._marks[task] = self._marks.pop(task, False) or sync
         while len(self._marks) > KEPT_MARKS:  # those of an `autograd.grad`, which has no end that anybody tells us of
             del self._marks[next(iter(self._marks))]
+
+    @property
+    def _trains(self) -> bool:
+        module = self._module()  # gone, if the user kept a loss alone
+        return module is not None and any(parameter.requires_grad for parameter in module.parameters())
+
+    @property
+    def _mark(self) -> bool | None:
+        """Whether the forward of the running backward synchronises, or of the one around it; None if there is none."""
+        outermost = next(iter(self._running), None)
+        return self._marks.get(_compat.task_id(), None if outermost is None else self._marks.get(outermost))
 
     def under_no_sync(self, parameters: Collection[int]) -> bool:
         """Whether what eager code accumulated stays local: as the forwards of this backward say.
 
         If there are none that we know of, and none is waiting for its backward, the plain module was used.
         """
-        sync = self._marks.get(_compat.task_id())
+        sync = self._mark
         return (not self._awaited or super().under_no_sync(parameters)) if sync is None else not sync
 
     def concern(self) -> int:
         """As `Backend.concern`; a forward that waits for its backward makes it 1."""
-        sync = self._marks.get(_compat.task_id())
+        sync = self._mark
         return max(super().concern(), int(self._awaited > 0), 0 if sync is None else 2 + sync)
 
     def forget(self, backward: "Backward") -> None:

@@ -20,6 +20,7 @@ What a backward gives no gradient is not updated.
 """
 
 import functools
+import inspect
 import itertools
 import weakref
 from collections import defaultdict
@@ -42,6 +43,10 @@ STEP_HOOKS = (
     "optimizer.step() yourself"
 )
 
+CALL_IT_YOURSELF = "Leave it out, and call its step yourself after the backward"
+
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 WITHOUT_SCALER = (
     "Leave the scaler out (bfloat16 needs none), or call scaler.step(optimizer) yourself, without optimizer=…"
 )
@@ -61,7 +66,7 @@ class OptimizerInBackward:
         compiles: compile the update, if the optimizer is one of torch's and has no fused kernel (`fused=True`).
 
     Raises:
-        ValueError: it is no optimizer, or one that cannot update parameters one by one.
+        ValueError: it is no optimizer, or its step does more than update parameters one by one.
     """
 
     def __init__(self, optimizer: Optimizer, *, compiles: bool) -> None:
@@ -69,8 +74,7 @@ class OptimizerInBackward:
             raise ValueError(
                 f"optimizer must be a torch.optim.Optimizer over the parameters to update, got {optimizer!r}"
             )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("optimizer=LBFGS evaluates the loss several times in a step: it cannot run in backward")
+        _refuse_more_than_an_update(optimizer)
         if _compat.has_step_hooks(optimizer):
             raise ValueError(STEP_HOOKS)
         self._optimizer = optimizer
@@ -147,6 +151,32 @@ class OptimizerInBackward:
         _compat.note_step(self._optimizer)
         for parameter in ready:
             parameter.grad = None
+
+
+def _refuse_more_than_an_update(optimizer: Optimizer) -> None:
+    """Raises for an optimizer whose step does other things than update parameters from their gradients."""
+    name = type(optimizer).__qualname__
+    step = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    needed = [each.name for each in step if each.default is each.empty and each.kind not in VARIADIC]
+    if needed:
+        raise ValueError(
+            f"optimizer={name} takes {', '.join(needed)} in its step, as one does that evaluates the loss several "
+            f"times: it cannot run in backward. {CALL_IT_YOURSELF}"
+        )
+    if inside := _optimizers_in(optimizer):
+        raise ValueError(
+            f"optimizer={name} holds another optimizer ({type(inside[0]).__qualname__}): its step does more than "
+            f"update parameters, such as communicate, and would do it once for each bucket. {CALL_IT_YOURSELF}"
+        )
+
+
+def _optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    found = []
+    for value in vars(optimizer).values():
+        several = value.values() if isinstance(value, Mapping) else value
+        members = several if isinstance(value, (list, tuple, Mapping)) else [value]
+        found += [each for each in members if isinstance(each, Optimizer) and each is not optimizer]
+    return found
 
 
 def _settings(optimizer: Optimizer) -> Settings:

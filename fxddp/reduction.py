@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import _compat
 from .agreement import Proposal
+from .coverage import Passage
 from .decision import Decision
 from .executor import Exceptions, bucket_views, run_pieces, scale_tensors
 from .packing import Assembly
@@ -35,13 +36,20 @@ DEFER = Decision(defer=True)
 
 
 class NodeRun:
-    """What the two kinds of run share: the node, its parameters by bucket, and what goes back through autograd."""
+    """What the two kinds of run share: the node, its parameters by bucket, and what goes back through autograd.
+
+    Attributes:
+        usual: all gradients go the usual way (Note [coverage]).
+        by_bucket: the node's parameters.
+        handed: what goes back through autograd.
+    """
 
     def __init__(self, backward: "Backward", artifact: "SplitBackward", call: "Call", exceptions: Exceptions) -> None:
         self.backward = backward
         self.artifact = artifact
         self.call = call
         self.exceptions = exceptions
+        self.usual = exceptions.none
         self.by_bucket = call.parameters_by_bucket(artifact.program.plan)
         self.handed: dict[Where, Tensor] = {}
         backward.enter(call)
@@ -50,6 +58,8 @@ class NodeRun:
 
     def hand_back(self, values: list[Any]) -> list[Any]:
         """Puts what autograd must see into the backward's outputs."""
+        if self.usual:
+            self.backward.passages.append(Passage(self.call.binding.bare, self.by_bucket))
         if not self.handed:
             return values
         for position, ref in enumerate(self.artifact.program.outputs):
@@ -113,6 +123,9 @@ class Reduction(NodeRun):
         if self._decision is None:
             self._decision = DEFER if self._proposal is None else self._proposal.decision()
             self._apply(self._decision)
+            if self._decision.defer or self._assembly is not None:
+                self.usual = False
+                self.call.binding.uncover()
         return self._decision
 
     def _apply(self, decision: Decision) -> None:
@@ -251,14 +264,14 @@ class Reduction(NodeRun):
 
     def _can_run_whole(self) -> bool:
         """Whether the unsplit graph, with its collectives inside, does what this backward needs."""
-        artifact, group = self.artifact, self.call.group
+        artifact = self.artifact
         return (
             artifact.whole is not None
             and not self._decide().defer
             and self._assembly is None
             and self.exceptions.none
             and self.backward.backend.registered.carrier.in_graphs
-            and (artifact.group_name, artifact.group_size) == (group.name, group.size)
+            and self.backward.can_launch_inside(artifact.way)
             and not any(map(self.backward.holdings.have_accumulated, self.by_bucket))
         )
 
@@ -268,7 +281,7 @@ class Reduction(NodeRun):
         backward.record.piece()
         arguments = [*inputs, *scale_tensors(program, backward.scale)]
         inputs.clear()
-        self.call.group.settle()
+        self.call.group.settle_all()  # on every group, what the graph starts comes after what was started
         values = list(self.artifact.whole(arguments))
         members: list[Tensor] = []
         views: list[Tensor] = []
@@ -278,4 +291,4 @@ class Reduction(NodeRun):
                 views.append(_compat.no_view(values[position]))
                 values[position] = None
         backward.launched_inside(program.plan.buckets, views, members)
-        return values
+        return self.hand_back(values)

@@ -47,7 +47,7 @@ class Registered:
         if self.carrier is not SUMMED:
             raise RuntimeError(
                 f"{carrier.name} cannot run on the buckets too: register_comm_hook or register_builtin_comm_hook can "
-                f"only be called once: this backend has {self.carrier.name} already"
+                f"only be called once. This backend has {self.carrier.name} already"
             )
         self.carrier = carrier
 

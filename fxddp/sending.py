@@ -149,7 +149,7 @@ class Outbox:
             backend = self._backend()
             assert backend is not None
             if self._transport is None or self._transport[0] is not group:
-                self._transport = (group, make_transport(backend.settings, group))
+                self._transport = (group, make_transport(backend.settings, group, backend.way(group)))
             sending = self._sending = Sending(backend, group, self._transport[1])
         return sending
 

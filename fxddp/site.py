@@ -104,7 +104,9 @@ class Site:
         results = self._run(arguments)
         node = _compat.compiled_node(results, since) or _compat.compiled_node(arguments, since)
         if node is not None:
-            node.register_prehook(Call(backend, binding, parameters, group, sync=sync, graph=self.number))
+            compiled = self.compilation.backward
+            plan = None if compiled is None else compiled.program.plan
+            Call(backend, binding, parameters, group, sync=sync, graph=self.number).mark(node, plan)
         return results
 
     def _run(self, arguments: Sequence[Any]) -> Any:

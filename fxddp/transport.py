@@ -11,7 +11,8 @@ mesh              et al., "Highly Scalable Deep Learning Training System with Mi
 
 Note [stages]: what has several steps is a line of stages, each on a process group of its own. A bucket enters a stage
 when it has left the one before and the bucket ahead of it has entered: so every process group sees the buckets in the
-order of their launches, on every rank, whatever finishes when. Buckets move on whenever this thread launches or waits;
+order of their launches, on every rank, whatever finishes when. A graph that was not split takes the same steps on the
+same groups (`passes/stages.py`). Buckets move on whenever this thread launches or waits;
 on NCCL all at once, on a stream for each stage.
 """
 
@@ -20,11 +21,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from . import _compat, ranges
 from .group import GroupReference, alive
+from .passes.stages import Stage, Way
 from .units import count
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class Lanes:
         return self._group.all_reduce(tensor, alive(self._lanes[index % len(self._lanes)]), counts=counts)
 
 
-Stage = Callable[["Staged"], Any]
+Start = Callable[["Staged"], Any]
 """Starts a step for a bucket; returns the work."""
 
 
@@ -111,7 +113,7 @@ class Stages:
         stages: names of the steps, and what starts them.
     """
 
-    def __init__(self, group: "Group", parts: int, stages: Mapping[str, Stage]) -> None:
+    def __init__(self, group: "Group", parts: int, stages: Mapping[str, Start]) -> None:
         self._group = group
         self._parts = parts
         self._names = tuple(stages)
@@ -198,44 +200,73 @@ class OnStream:
         return bool(self._done.query())
 
 
-def _ring(group: "Group") -> Stages:
-    second = GroupReference(_compat.twin(group.process_group))
-    return Stages(
-        group,
-        group.size,
-        {
-            "reduce-scatter": lambda b: _compat.reduce_scatter(group.process_group, b.part, b.tensor),
-            "all-gather": lambda b: _compat.all_gather(alive(second), b.tensor, b.part),
-        },
-    )
+def _starts(stage: Stage, group: "Group", over: GroupReference) -> Start:
+    if stage.kind == "all_reduce":
+        return lambda b: group.all_reduce(b.part, alive(over), counts=False)
+    if stage.kind == "all_gather":
+        return lambda b: _compat.all_gather(alive(over), b.tensor, b.part)
+    return lambda b: _compat.reduce_scatter(alive(over), b.part, b.tensor)
 
 
-def _hierarchical(group: "Group", mesh: DeviceMesh) -> Stages:
-    inside = GroupReference(mesh.get_group(1))
-    across, back = (GroupReference(_compat.twin(mesh.get_group(axis))) for axis in (0, 1))  # which nobody else uses
-    node = mesh.size(1)
-    return Stages(
-        group,
-        node,
-        {
-            "reduce-scatter inside": lambda b: _compat.reduce_scatter(alive(inside), b.part, b.tensor),
-            "all-reduce across": lambda b: group.all_reduce(b.part, alive(across), counts=False),
-            "all-gather inside": lambda b: _compat.all_gather(alive(back), b.tensor, b.part),
-        },
-    )
+def _ranks(settings: "Settings", group: "Group") -> list[dist.ProcessGroup]:
+    """For each step a group of the ranks that take it together."""
+    if settings.mesh is None:
+        return [group.process_group] * 2
+    inside, across = settings.mesh.get_group(1), settings.mesh.get_group(0)
+    return [inside, across, inside]
 
 
-def make_transport(settings: "Settings", group: "Group") -> Transport:
+def introduce(settings: "Settings", group: "Group", way: Way) -> None:
+    """Gives the names of a way groups of the same ranks, as long as its own are not made: compilers ask for sizes."""
+    for stage, ranks in zip(way.stages, _ranks(settings, group), strict=False):
+        if not _compat.finds_group(stage.group):
+            _compat.call_group(ranks, stage.group)
+
+
+def make_transport(settings: "Settings", group: "Group", way: Way) -> Transport:
     """What a backend with these settings sends its buckets by.
 
-    A collective for what has several stages, as these need groups of their own.
+    A collective for what has several stages, as these need groups of their own. Graphs find these under the names that
+    they have in `way`.
     """
-    if group.size > 1 and settings.algorithm == "ring":
-        return _ring(group)
-    if group.size > 1 and settings.algorithm == "hierarchical":
-        assert settings.mesh is not None
-        return _hierarchical(group, settings.mesh)
-    return Lanes(group, settings.lanes or (group.reference,))
+    if not way.stages:
+        return Lanes(group, settings.lanes or (group.reference,))
+    first, *rest = _ranks(settings, group)
+    made = [first, *map(_compat.twin, rest)]
+    for stage, over in zip(way.stages, made, strict=True):
+        _compat.call_group(over, stage.group)
+    groups = map(GroupReference, made)
+    starts = {stage.name: _starts(stage, group, over) for stage, over in zip(way.stages, groups, strict=True)}
+    return Stages(group, way.stages[0].ranks, starts)
+
+
+def way_of(settings: "Settings", group: "Group | None", prefix: str, size: int) -> Way:
+    """How graphs of a backend with these settings sum their buckets.
+
+    Args:
+        settings: of the backend.
+        group: the ranks; None if there is no group yet.
+        prefix: of the names under which graphs know the process groups of stages; no other backend's.
+        size: the number of ranks.
+    """
+    if settings.lanes:
+        return Way(tuple(str(alive(lane).group_name) for lane in settings.lanes), size)
+    names = ("" if group is None else group.name,)
+    if size == 1 or settings.algorithm == "all_reduce":
+        return Way(names, size)
+    mesh = settings.mesh
+    scatters = group is None or _compat.has_reduce_scatter(group.process_group if mesh is None else mesh.get_group(1))
+    scatter = "reduce_scatter" if scatters else "exchange"
+    if mesh is None:
+        steps = [("reduce-scatter", scatter, size), ("all-gather", "all_gather", size)]
+    else:
+        nodes, node = mesh.size(0), mesh.size(1)
+        steps = [
+            ("reduce-scatter inside", scatter, node),
+            ("all-reduce across", "all_reduce", nodes),
+            ("all-gather inside", "all_gather", node),
+        ]
+    return Way(names, size, tuple(Stage(name, kind, f"{prefix}.{name}", ranks) for name, kind, ranks in steps))
 
 
 def describe(settings: "Settings", index: int | None = None) -> str:

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .group import Group
 
-_watchers: dict[int, "_Watchers"] = {}
+_watchers: dict[int, "Watchers"] = {}
 """By id of the parameter."""
+
+_waiting: list["Watchers"] = []
+"""Those that came since a backward began last."""
 
 
 _registered = itertools.count(1)
@@ -79,6 +82,12 @@ class Watch:
         if not parameter.is_leaf or not _differentiable(parameter):
             return
         refuse_subclass(parameter, name)
+        if _compat.steps_by_hook(parameter):
+            raise RuntimeError(
+                f"_apply_optimizer_in_backward has a hook update {name or tuple(parameter.shape)}, before its gradient "
+                "is averaged: use fxddp.backend(optimizer=…) instead, or fxddp.DistributedDataParallel, which takes "
+                "such optimizers over"
+            )
 
         names, refs = self._names, self._refs
 
@@ -88,7 +97,7 @@ class Watch:
 
         names[identity] = name
         refs[identity] = weakref.ref(parameter, forget)
-        (_watchers_of(parameter) or _Watchers(parameter)).add(self)
+        (watchers_of(parameter) or Watchers(parameter)).add(self)
 
     def concern(self) -> int:
         """`Backend.concern`."""
@@ -152,24 +161,23 @@ class Watch:
         backend.replica.contact(named, group, send=backend.settings.init_sync, used=used)
 
 
-class _Watchers:
+class Watchers:
     """All that watch one parameter; keeps neither them nor the parameter alive.
 
     One of them answers for it in a backward: one that averages there, else one that runs there, else the last to come.
+    The parameter has no hook before one is needed, see Note [coverage].
     """
 
     def __init__(self, parameter: Tensor) -> None:
         identity = id(parameter)
         self.parameter = weakref.ref(parameter, lambda _: _watchers.pop(identity, None))
         self._watches: list[weakref.ref[Watch]] = []
+        self._hooked = False
+        self._claimed_by: Callable[[], None] | None = None
         _watchers[identity] = self
-        frozen = not parameter.requires_grad
-        if frozen:  # a hook can only be put on a parameter that requires grad; it stays when that is taken back
-            parameter.requires_grad_(True)
-        handle = parameter.register_post_accumulate_grad_hook(_hook(self))
-        if frozen:
-            parameter.requires_grad_(False)
-        _compat.put_first(_compat.hooks_after_accumulation(parameter), handle.id)
+        _waiting.append(self)
+        if _compat.in_backward():
+            self.hook()
 
     def add(self, watch: Watch) -> None:
         """Has one more answer."""
@@ -180,6 +188,39 @@ class _Watchers:
         """Those that are still there, the last to come first."""
         return [watch for reference in reversed(self._watches) if (watch := reference()) is not None]
 
+    def claim(self, end: Callable[[], None]) -> bool:
+        """Goes without a hook from now on, unless there is one, or a need for one; whether it does.
+
+        Args:
+            end: is called where a hook is needed.
+        """
+        if self._hooked or self._claimed_by is not None:
+            return False
+        self._claimed_by = end
+        return True
+
+    def hook(self) -> None:
+        """Has a hook notice what autograd accumulates, before the user's own hooks."""
+        parameter = self.parameter()
+        if self._hooked or parameter is None:
+            return
+        self._hooked = True
+        frozen = not parameter.requires_grad
+        if frozen:  # a hook can only be put on a parameter that requires grad; it stays when that is taken back
+            parameter.requires_grad_(True)
+        handle = parameter.register_post_accumulate_grad_hook(_hook(self))
+        if frozen:
+            parameter.requires_grad_(False)
+        _compat.put_first(_compat.hooks_after_accumulation(parameter), handle.id)
+        end, self._claimed_by = self._claimed_by, None
+        if end is not None:
+            end()
+
+    def hook_unless_claimed(self) -> None:
+        """`hook`, where nothing else answers for the parameter."""
+        if self._claimed_by is None:
+            self.hook()
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
     def accumulated(self, parameter: Tensor) -> None:
         """Has one of them note what autograd accumulated."""
@@ -188,7 +229,20 @@ class _Watchers:
             (watches[0] if len(watches) == 1 else max(watches, key=Watch.concern)).accumulated(parameter)
 
 
-def _hook(watchers: _Watchers) -> Callable[[Tensor], None]:
+def hook(parameter: Tensor) -> None:
+    """Has a hook on a watched parameter from now on."""
+    watchers = watchers_of(parameter)
+    if watchers is not None:
+        watchers.hook()
+
+
+def hook_waiting() -> None:
+    """Hooks for all parameters that nothing else answers for: a backward begins."""
+    while _waiting:
+        _waiting.pop().hook_unless_claimed()
+
+
+def _hook(watchers: Watchers) -> Callable[[Tensor], None]:
     """The hook on a watched parameter.
 
     Autograd calls it for every parameter in every backward, most of which have no gradient then.
@@ -201,13 +255,14 @@ def _hook(watchers: _Watchers) -> Callable[[Tensor], None]:
     return torch.compiler.disable(hook, recursive=False)  # type: ignore[no-any-return]  # costs nothing when called
 
 
-def _watchers_of(parameter: Tensor) -> _Watchers | None:
+def watchers_of(parameter: Tensor) -> Watchers | None:
+    """Those that watch a parameter."""
     found = _watchers.get(id(parameter))
     return found if found is not None and found.parameter() is parameter else None
 
 
 def _watched(parameter: Tensor) -> bool:
-    watchers = _watchers_of(parameter)
+    watchers = watchers_of(parameter)
     return watchers is not None and bool(watchers.alive())
 
 

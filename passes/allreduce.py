@@ -16,7 +16,7 @@ memory order, so the returned gradients are views of it. Afterwards the graph ha
 of float32 and, if a bucket needs it, of float64), and gradients must not be read from any node but the views.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,15 @@ from .plan import Bucket, BucketPlan
 
 aten = torch.ops.aten
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+SENDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL)
 
 SCALE_META = "fxddp_scale"
 BUCKET_META = "fxddp_bucket"
+STAGE_META = "fxddp_stage"
 GRADIENT_META = "fxddp_gradient"
 
 
@@ -42,13 +47,21 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_send(node: fx.Node) -> bool:
-    """Whether a node is the all-reduce of a bucket; a model may have collectives of its own in its backward."""
-    return node.target is ALL_REDUCE and BUCKET_META in node.meta
+    """Whether a node is the first collective of a bucket; a model may have collectives of its own in its backward."""
+    return node.target in SENDS and BUCKET_META in node.meta
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a bucket."""
-    return node.target is WAIT and isinstance(node.args[0], fx.Node) and is_send(node.args[0])
+    """Whether a node waits for a collective of a bucket."""
+    sent = node.args[0] if node.target is WAIT else None
+    return isinstance(sent, fx.Node) and (is_send(sent) or STAGE_META in sent.meta)
+
+
+def stage_of(node: fx.Node) -> tuple[int, int] | None:
+    """The bucket and the number of the step that a collective is, if it is one of a bucket."""
+    if is_send(node):
+        return node.meta[BUCKET_META], 0
+    return node.meta[STAGE_META] if STAGE_META in node.meta and is_collective(node) else None
 
 
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -62,13 +75,13 @@ def scale_dtypes(plan: BucketPlan) -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype in (torch.float32, torch.float64) if dtype in wanted)
 
 
-def insert_allreduce(gm: fx.GraphModule, *, plan: BucketPlan, group_name: str) -> fx.GraphModule:
+def insert_allreduce(gm: fx.GraphModule, *, plan: BucketPlan, groups: Sequence[str]) -> fx.GraphModule:
     """Rewrites a backward graph so that its gradients come back reduced, bucket by bucket.
 
     Args:
         gm: a backward graph whose placeholders carry `meta["val"]`; edited in place.
         plan: the buckets; positions are those of the graph's outputs.
-        group_name: the process group the collectives name.
+        groups: names of process groups; bucket i is summed over group i modulo their number.
 
     Returns:
         `gm`; untouched if the plan has no bucket.
@@ -85,7 +98,8 @@ def insert_allreduce(gm: fx.GraphModule, *, plan: BucketPlan, group_name: str) -
         if last.op == "placeholder":  # a gradient that is an input as it stands: pack after all placeholders
             last = next(reversed(graph.find_nodes(op="placeholder")))
         with graph.inserting_before(last.next):
-            views = _reduce_bucket(call, bucket, outputs, scales[scale_dtype(bucket.dtype)], group_name)
+            group = groups[bucket.index % len(groups)]
+            views = _reduce_bucket(call, bucket, outputs, scales[scale_dtype(bucket.dtype)], group)
         for grad, view in zip(bucket.grads, views, strict=True):
             outputs[grad.output] = view
     graph.output_node().args = (tuple(outputs),)
@@ -95,7 +109,7 @@ def insert_allreduce(gm: fx.GraphModule, *, plan: BucketPlan, group_name: str) -
 
 
 def _reduce_bucket(
-    call: Callable[..., fx.Node], bucket: Bucket, outputs: list[Any], scale: fx.Node, group_name: str
+    call: Callable[..., fx.Node], bucket: Bucket, outputs: list[Any], scale: fx.Node, group: str
 ) -> list[fx.Node]:
     parts = []
     for grad in bucket.grads:
@@ -108,7 +122,7 @@ def _reduce_bucket(
             part = call(aten.permute.default, part, list(order))
         parts.append(call(aten.reshape.default, part, [-1]) if len(grad.shape) > 1 else part)
     flat = parts[0] if len(parts) == 1 else call(aten.cat.default, parts)
-    sent = call(ALL_REDUCE, flat, "sum", group_name)
+    sent = call(ALL_REDUCE, flat, "sum", group)
     sent.meta[BUCKET_META] = bucket.index
     done = call(WAIT, sent)
     views = []

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .allreduce import caller, fake_mode, is_send, is_wait
+from .allreduce import STAGE_META, caller, fake_mode, is_send, is_wait
 
 CAT = torch.ops.aten.cat.default
 CONVERT = torch.ops.prims.convert_element_type.default
@@ -35,8 +35,10 @@ def narrows(dtype: torch.dtype, wire: torch.dtype | None) -> bool:
 
 
 def packed_bucket(send: fx.Node) -> tuple[Any, Any]:
-    """The flat bucket behind an all-reduce, in its own dtype, and the one that is cast for travelling or None."""
+    """The flat bucket behind a first collective, in its own dtype, and the one that is cast for travelling or None."""
     sent: Any = send.args[0]
+    while STAGE_META in sent.meta:  # evened out for its first step
+        sent = sent.args[0]
     if WIRE_META not in sent.meta:
         return sent, None
     if sent.target is CONVERT:

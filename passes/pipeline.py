@@ -18,6 +18,7 @@ from .outline import Outline, outline, with_pieces
 from .plan import BucketPlan, GradSpec
 from .schedule import schedule
 from .split import Program, bind_symbols, split
+from .stages import Way, take_stages
 from .verify import snapshot, verify, verify_program
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def rewrite_backward(
     forward_outputs: Sequence[Any],
     cap: int,
     first_cap: int,
-    group_name: str,
+    way: Way,
     caps: tuple[int, ...] = (),
     choose: Callable[[Sequence[GradSpec], Outline], BucketPlan] | None = None,
     wire: torch.dtype | None = None,
@@ -71,7 +72,7 @@ def rewrite_backward(
         forward_outputs: descriptors of the forward graph's outputs.
         cap: size of a bucket in bytes.
         first_cap: size of the first bucket in bytes.
-        group_name: the process group named in the collectives of the whole graph.
+        way: the groups, and the steps, in which the whole graph sums its buckets.
         caps: sizes of the buckets one by one, in bytes, in place of `cap` and `first_cap`.
         choose: makes the plan, in place of all sizes.
         wire: the dtype in which wider buckets travel, None for their own.
@@ -103,15 +104,19 @@ def rewrite_backward(
     plan = plan_buckets(grads, cap=cap, first_cap=first_cap, caps=caps) if choose is None else choose(grads, told)
     record("plan", start)
     rewrites: list[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]] = [
-        ("insert_allreduce", lambda g: insert_allreduce(g, plan=plan, group_name=group_name)),
+        ("insert_allreduce", lambda g: insert_allreduce(g, plan=plan, groups=way.groups)),
         *([("compress", lambda g: compress(g, wire=wire))] if wire is not None else []),
+        *([("take_stages", lambda g: take_stages(g, stages=way.stages))] if way.stages else []),
         ("schedule", schedule),
         ("bind_symbols", bind_symbols),
     ]
+    done: set[str] = set()
     for name, rewrite in rewrites:
         start = time.perf_counter()
         gm = rewrite(gm)
-        verify(gm, plan=plan, before=before, wire=None if name == "insert_allreduce" else wire)
+        done.add(name)
+        so_far = way if "take_stages" in done else replace(way, stages=())
+        verify(gm, plan=plan, before=before, way=so_far, wire=wire if "compress" in done else None)
         record(name, start)
     start = time.perf_counter()
     program, pieces = split(gm, plan=plan)

@@ -4,7 +4,8 @@
     after:   a ─ b ─ pack0 ─ send0 ─ c ─ pack1 ─ send1 ─ unrelated ─ wait0 ─ view0 ─ wait1 ─ view1
 
 What a bucket needs runs before what it does not need; within that, nodes keep their order, and so do nodes with side
-effects among each other (Note [side effects]).
+effects among each other (Note [side effects]). Of buckets that travel in several steps, one takes its next step when
+the bucket behind it has left: so its wait for the step before has something under way to wait with.
 
 Note [side effects]: a node that writes to an argument or draws from a random generator must not pass another such node,
 nor a reader of what it writes. AOTAutograd's graphs have few of them; each becomes a link in one chain, and a writer
@@ -17,31 +18,40 @@ from typing import Any
 import torch
 from torch import fx
 
-from .allreduce import BUCKET_META, is_send, is_wait
+from .allreduce import is_send, is_wait, stage_of
 from .compress import packed_bucket
 
 
 def schedule(gm: fx.GraphModule) -> fx.GraphModule:
     """Reorders `gm` in place; returns it untouched if it has no all-reduce or is in order already."""
     graph = gm.graph
-    sends = [node for node in graph.nodes if is_send(node)]
-    if not sends:
+    starts, later = _starts(graph)
+    if not starts:
         return gm
-    sends.sort(key=lambda node: node.meta[BUCKET_META])
     late = _after_waits(graph)
     needs = _dependencies(graph)
     place = {node: i for i, node in enumerate(graph.nodes)}
     order: dict[fx.Node, None] = dict.fromkeys(graph.find_nodes(op="placeholder"))
-    for goal in sends:
+    for goal in starts:
         order |= dict.fromkeys(sorted(_missing(goal, needs, order), key=place.__getitem__))
-    early = [node for node in graph.nodes if node not in late]
-    order |= dict.fromkeys(early) | dict.fromkeys(graph.nodes)
+    order |= dict.fromkeys(node for node in graph.nodes if node not in late)
+    for goal in later:
+        order |= dict.fromkeys(sorted(_missing(goal, needs, order), key=place.__getitem__))
+    order |= dict.fromkeys(graph.nodes)
     if list(order) == list(graph.nodes):
         return gm
     _reorder(list(order))
     graph.lint()
     gm.recompile()
     return gm
+
+
+def _starts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The collectives of buckets in the order in which they start: up to the last bucket's first one, and the rest."""
+    stages = {node: stage for node in graph.nodes if (stage := stage_of(node)) is not None}
+    starts = sorted(stages, key=lambda node: (sum(stages[node]), stages[node][1]))
+    last = max((i for i, node in enumerate(starts) if is_send(node)), default=-1)
+    return starts[: last + 1], starts[last + 1 :]
 
 
 def _after_waits(graph: fx.Graph) -> set[fx.Node]:

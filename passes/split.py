@@ -4,9 +4,10 @@
     pieces:   [ … pack0 ]      [ … pack1 ]      [ … ]
     program:  run 0, launch bucket 0, run 1, launch bucket 1, run 2; outputs: gradients by bucket and position
 
-Sends, waits and views leave the graph: what is launched, waited for and handed out is decided by whoever runs the
-program, so one set of pieces serves synchronised and local backwards. Afterwards a piece knows nothing of the others
-but its inputs and outputs. Values cross pieces through numbered slots; slots 0 … n-1 are the backward's own inputs.
+Sends, their later steps, waits and views leave the graph: what is launched, waited for and handed out is decided by
+whoever runs the program, so one set of pieces serves synchronised and local backwards, and any number of ranks.
+Afterwards a piece knows nothing of the others but its inputs and outputs. Values cross pieces through numbered slots;
+slots 0 … n-1 are the backward's own inputs.
 """
 
 import operator
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .allreduce import BUCKET_META, GRADIENT_META, SCALE_META, is_collective, is_send, is_wait
+from .allreduce import BUCKET_META, GRADIENT_META, SCALE_META, STAGE_META, is_collective, is_send, is_wait
 from .compress import packed_bucket
 from .gradients import graph_outputs
 from .pieces import SIZE, Slots, cut, symbol_of, symbols_of
@@ -94,9 +95,8 @@ def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.Gr
     sends = [next((node for node in nodes if is_send(node)), None) for nodes in pieces]
     packed = [(None, None) if send is None else packed_bucket(send) for send in sends]
     handed = {k: [node for node in pair if isinstance(node, fx.Node)] for k, pair in enumerate(packed)}
-    slots, slot, modules = cut(
-        gm, pieces, returned=kept, handed=handed, left_out=[send for send in sends if send is not None]
-    )
+    left_out = [node for node in chain.from_iterable(pieces) if is_send(node) or STAGE_META in node.meta]
+    slots, slot, modules = cut(gm, pieces, returned=kept, handed=handed, left_out=left_out)
     steps = [
         Step(
             inputs=each.inputs,
@@ -123,7 +123,7 @@ def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.Gr
 
 
 def _assign(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The nodes of each piece; a new one begins after each all-reduce. Waits and views belong to none.
+    """The nodes of each piece; a new one begins after each bucket's first collective. Waits and later belong to none.
 
     A node that picks one of several results stays with the call that gives them: only single values cross pieces. So
     does a node that asks a tensor for its size: later pieces find the size known.

@@ -1,7 +1,7 @@
 """Checks a backward graph after each pass. A failed check is a bug of a pass, never of the user's: AssertionError.
 
-Checked: each planned gradient comes back reduced exactly once and at its place; each wait follows its launch; no
-all-reduce is dead; everything that is not a planned gradient comes back as it was.
+Checked: each planned gradient comes back reduced exactly once, over its groups and in its steps, and at its place; each
+wait follows its launch; no all-reduce is dead; everything that is not a planned gradient comes back as it was.
 """
 
 from collections import Counter
@@ -11,14 +11,34 @@ from typing import Any
 import torch
 from torch import fx
 
-from .allreduce import BUCKET_META, GRADIENT_META, SCALE_META, is_send, is_wait
+from .allreduce import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BUCKET_META,
+    GRADIENT_META,
+    REDUCE_SCATTER,
+    SCALE_META,
+    STAGE_META,
+    is_send,
+    is_wait,
+)
 from .compress import narrows, packed_bucket, reduced_by
 from .forward import ForwardProgram
 from .gradients import graph_outputs
 from .plan import Bucket, BucketPlan, GradSpec
 from .split import Program
+from .stages import Way
 
 aten = torch.ops.aten
+OPERATORS = {
+    "reduce_scatter": REDUCE_SCATTER,
+    "exchange": ALL_TO_ALL,
+    "all_reduce": ALL_REDUCE,
+    "all_gather": ALL_GATHER,
+}
+EVENED = (aten.view_as_complex.default, aten.reshape.default, aten.slice.Tensor)
+"""What brings a bucket back into its own size and dtype after its last step."""
 
 
 def snapshot(gm: fx.GraphModule) -> tuple[Any, ...]:
@@ -26,10 +46,13 @@ def snapshot(gm: fx.GraphModule) -> tuple[Any, ...]:
     return graph_outputs(gm.graph)
 
 
-def verify(gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any], wire: torch.dtype | None = None) -> None:
+def verify(
+    gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any], way: Way, wire: torch.dtype | None = None
+) -> None:
     """Raises AssertionError unless `gm` reduces what `plan` says, once each, and returns the rest as `before`.
 
-    With `wire`, wider buckets must travel in that dtype and come back in their own.
+    It must do so on the `way` that is given. With `wire`, wider buckets must travel in that dtype and come back in
+    their own.
     """
     graph = gm.graph
     outputs = graph_outputs(graph)
@@ -52,10 +75,9 @@ def verify(gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any], wire:
         where = planned[output]
         assert isinstance(value, fx.Node) and value.meta.get(GRADIENT_META) == where, f"output {output} is not {where}"
         done = value.args[0]
-        wait = reduced_by(done) if isinstance(done, fx.Node) else None
-        assert isinstance(wait, fx.Node) and is_wait(wait), f"output {output} does not come from a wait"
-        send = wait.args[0]
-        assert isinstance(send, fx.Node) and send.meta[BUCKET_META] == where[0], f"output {output} is in {send}"
+        send = _sent(reduced_by(done), where[0], way) if isinstance(done, fx.Node) else None
+        assert isinstance(send, fx.Node) and is_send(send), f"output {output} does not come from a wait"
+        assert send.meta[BUCKET_META] == where[0], f"output {output} is in {send}"
         bucket = plan.buckets[where[0]]
         grad, offset = bucket.grads[where[1]], bucket.offsets[where[1]]
         at = (list(grad.shape), list(grad.stride), offset)
@@ -70,9 +92,36 @@ def verify(gm: fx.GraphModule, *, plan: BucketPlan, before: Sequence[Any], wire:
     graph.lint()
 
 
+def _sent(value: Any, bucket: int, way: Way) -> Any:
+    """The first collective of the bucket that `value` is the sum of, which must have taken all steps in order."""
+    if not way.stages:
+        send = value.args[0] if is_wait(value) else None
+        group = way.groups[bucket % len(way.groups)]
+        assert send is None or send.args[1:] == ("sum", group), f"{send} is a {send.args[1:]}, expected {group}"
+        return send
+    sent: Any = None
+    while value.target in EVENED:
+        value = value.args[0]
+    for k, stage in reversed(list(enumerate(way.stages))):
+        if stage.kind == "exchange":
+            assert value.target is aten.sum.dim_IntList, f"{value} does not add up what {stage} gave"
+            value = value.args[0].args[0]
+        assert is_wait(value), f"{value} does not wait for {stage}"
+        sent = value.args[0]
+        whose, step = sent.meta[STAGE_META]
+        assert (sent.target, sent.args[-1]) == (OPERATORS[stage.kind], stage.group), f"{sent} is not {stage}"
+        assert (whose, step) == (bucket, k), f"{sent} is step {step} of bucket {whose}, expected {k} of {bucket}"
+        size = sent.args[0].meta["val"].numel() / sent.meta["val"].numel()
+        grows = {"reduce_scatter": stage.ranks, "all_gather": 1 / stage.ranks}.get(stage.kind, 1)
+        assert size == grows or not sent.meta["val"].numel(), f"{sent} makes {size} of its input, expected {grows}"
+        value = sent.args[0]
+    return sent
+
+
 def _check_wire(send: fx.Node, done: Any, bucket: Bucket, wire: torch.dtype | None) -> None:
     """A bucket travels in the wire's dtype if that is narrower, in its own otherwise, and comes back in its own."""
-    expected = wire if narrows(bucket.dtype, wire) else bucket.dtype
+    own = bucket.dtype.to_real() if STAGE_META in send.meta else bucket.dtype
+    expected = wire if narrows(bucket.dtype, wire) else own
     travels, back = (node.meta["val"].dtype for node in (send, done))
     assert travels == expected, f"{send} sends {travels}, expected {expected}"
     assert back == bucket.dtype, f"bucket {bucket.index} comes back as {back}, its gradients are {bucket.dtype}"

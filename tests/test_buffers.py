@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from functools import partial
 
@@ -203,3 +204,17 @@ def test_buffers_of_other_sizes_are_refused_on_all_ranks(pool: Pool, wraps: bool
     for message in pool.run(grown, wraps, large, discard=True):
         sizes = ("differ in size", str(4 * large + 4)) if wraps else ("model differs between ranks", str(large + 1))
         assert all(part in message for part in sizes), message
+
+
+def outlived(rank: int, world: int) -> None:
+    """What ranks announced for a model that is gone is looked at when the next one is made."""
+    for step in range(2):
+        model = fxddp.DistributedDataParallel(seeded(step, partial(Counting, 0)), compile=False)
+        for i in range(3):  # the last one's buffers are not confirmed yet
+            loss_of(model, i)
+        del model
+        gc.collect()
+
+
+def test_a_model_that_is_gone_after_a_forward(pool: Pool):
+    pool.run(outlived)

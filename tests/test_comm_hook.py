@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
+    optimizer_overlap_hooks,
     post_localSGD_hook,
     powerSGD_hook,
 )
+from torch.distributed.optim.functional_sgd import _FunctionalSGD
 from torch.nn.parallel import DistributedDataParallel as Stock
 
 import fxddp
@@ -72,6 +74,13 @@ HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
         post_localSGD_hook.post_localSGD_hook,
     ),
     "noop": (lambda: None, debugging_hooks.noop_hook),
+    "then optimizer": (
+        lambda: None,
+        optimizer_overlap_hooks._hook_then_optimizer(
+            default_hooks.allreduce_hook,
+            optimizer_overlap_hooks._OptimizerHookState(_FunctionalSGD([], lr=0.1, _allow_empty_param_list=True)),
+        ),
+    ),
     "with then": (lambda: None, with_then),
 }
 
@@ -96,6 +105,9 @@ def one_bucket(rank: int, world: int, kind: str, compiles: bool) -> None:
             close(gradients(module), gradients(reference), local(module, i), kind, i)
         else:
             expect_equal(gradients(module), gradients(reference), f"{kind}, step {i}", tol=1e-6)
+        if "PowerSGD" not in kind:
+            weights, others = (dict(each.named_parameters()) for each in (module, reference))
+            expect_equal(weights, others, f"weights, {kind}, step {i}", tol=1e-6)
     expect(model._get_ddp_logging_data()["comm_hook"] == hook.__qualname__, "not on record")
 
 
@@ -138,18 +150,20 @@ def several_buckets(rank: int, world: int, split: bool) -> None:
     expect_equal(gradients(module), expected, "with hooks", tol=1e-6)
     expect_equal(seen, {"last": expected["last.weight"]}, "what the accumulation hook saw", tol=1e-6)
 
-    other = seeded(1, Mlp)
-    model, backend = compiled(other, split=split)
-    backend.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    loss_of(model, 0).backward()
-    half = {n: None if g is None else (g.bfloat16() / 2).float() for n, g in local(other, 0).items()}
-    rounded: Gradients = {}
-    for name, gradient in half.items():
-        assert gradient is not None
-        wire = gradient.bfloat16()
-        dist.all_reduce(wire)
-        rounded[name] = wire.float()
-    expect_equal(gradients(other), rounded, "bf16", tol=1e-6)
+    wrapper = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
+    for what, hook in (("bf16", default_hooks.bf16_compress_hook), ("bf16 wrapper", wrapper)):
+        other = seeded(1, Mlp)
+        model, backend = compiled(other, split=split)
+        backend.register_comm_hook(None, hook)
+        loss_of(model, 0).backward()
+        half = {n: None if g is None else (g.bfloat16() / 2).float() for n, g in local(other, 0).items()}
+        rounded: Gradients = {}
+        for name, gradient in half.items():
+            assert gradient is not None
+            wire = gradient.bfloat16()
+            dist.all_reduce(wire)
+            rounded[name] = wire.float()
+        expect_equal(gradients(other), rounded, what, tol=1e-6)
 
 
 @pytest.mark.parametrize("split", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import inspect
 import io
 import pickle
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import fxddp
 from fxddp import ddp_arguments
@@ -233,6 +235,147 @@ def accumulation(rank: int, world: int, compiles: bool) -> None:
 @pytest.mark.parametrize("compiles", [True, False])
 def test_the_place_of_the_forward_decides(pool: Pool, compiles: bool):
     pool.run(accumulation, compiles)
+
+
+def gathered(rank: int, world: int, compiles: bool) -> None:
+    """What `no_sync` left is averaged once the reducer was asked to prepare, at the end of that very backward."""
+    for options in ({}, {"static_graph": True}):
+        module = seeded(0, Mlp)
+        model = wrapped(module, compile=compiles, **options)
+        for step in range(3):
+            module.zero_grad()
+            with model.no_sync():
+                losses = [loss_of(model, i) for i in range(step, step + 3)]
+            for loss in losses[:2]:
+                loss.backward()
+            expect_equal(gradients(module), local(module, step, step + 1), f"local, {options}, step {step}", tol=1e-6)
+            model.reducer.prepare_for_backward([losses[2]])
+            losses[2].backward()
+            wanted = average(local(module, *range(step, step + 3)))
+            expect_equal(gradients(module), wanted, f"gathered, {options}, step {step}", tol=1e-6)
+            with model.no_sync():
+                loss_of(model, 9).backward()
+            expect_equal(gradients(module), total(wanted, local(module, 9)), "once only", tol=1e-6)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_backward_that_gathers_what_forwards_left(pool: Pool, compiles: bool):
+    pool.run(gathered, compiles)
+
+
+def staged(rank: int, world: int) -> None:
+    """A pipeline schedule of torch's, one stage on each rank, whose replicas are this rank alone."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    alone = [dist.new_group([each]) for each in range(world)][rank]
+    layers = [seeded(each, lambda: nn.Linear(8, 8)) for each in range(world)]
+    model = wrapped(layers[rank], process_group=alone)
+    arrives, leaves = torch.zeros(2, 8, requires_grad=rank > 0), torch.zeros(2, 8, requires_grad=True)
+    stage = PipelineStage(model, rank, world, torch.device("cpu"), input_args=arrives, output_args=leaves)
+    schedule = ScheduleGPipe(stage, 3, loss_fn=lambda output, target: (output - target).square().mean())
+    inputs, targets = data(0, 6, 8, rank=0), data(1, 6, 8, rank=0)
+    for _ in range(2):
+        model.zero_grad()
+        schedule.step(*([inputs] if rank == 0 else []), target=targets if rank == world - 1 else None)
+    whole = nn.Sequential(*layers)
+    mean = local_gradients(whole, lambda plain: (plain(inputs) - targets).square().mean())
+    own = {name: mean[f"{rank}.{name}"] for name, _ in layers[rank].named_parameters()}
+    expect_equal(gradients(layers[rank]), own, "of a stage", tol=1e-5)
+
+
+def test_a_stage_of_a_pipeline(pool: Pool):
+    pool.run(staged, discard=True)
+
+
+class Adapters(nn.Module):
+    """Everything that trains lies in re-entrant checkpoints: all gradients come from backwards inside the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(x).requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True).tanh()
+        return x
+
+
+class LastCheckpointed(Adapters):
+    """The first gradients of a backward come from one inside it, the rest from itself."""
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](self.frozen(x)).tanh()
+        return checkpoint(self.layers[1], x, use_reentrant=True)
+
+
+def backwards_inside(rank: int, world: int, compiles: bool) -> None:
+    for make in (Adapters, LastCheckpointed):
+        for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+            module = seeded(0, make)
+            model = wrapped(module, compile=compiles, **options)
+            for step in range(3):
+                module.zero_grad()
+                awaited = loss_of(model, step + 5)
+                with model.no_sync():
+                    loss_of(model, step).backward()
+                what = f"{make.__name__}, {options}, step {step}"
+                expect_equal(gradients(module), local(module, step), f"local, {what}", tol=1e-6)
+                awaited.backward()
+                wanted = average(local(module, step, step + 5))
+                expect_equal(gradients(module), wanted, what, tol=1e-6)
+        module, reference = seeded(0, make), seeded(0, make)
+        model = wrapped(module, compile=compiles, optimizer=torch.optim.SGD(module.parameters(), lr=0.5))
+        stepped = torch.optim.SGD(reference.parameters(), lr=0.5)
+        for step in range(3):
+            loss_of(model, step).backward()
+            for name, gradient in average(local(reference, step)).items():
+                reference.get_parameter(name).grad = gradient
+            stepped.step()
+            expect_equal(module.state_dict(), reference.state_dict(), f"{make.__name__}, updated {step}", tol=1e-5)
+
+
+def asked_on_one_rank(rank: int, world: int, compiles: bool) -> None:
+    """Gradients of an input alone launch nothing, so that one rank may ask for them."""
+    module = seeded(0, Mlp)
+    model = wrapped(module, compile=compiles)
+    for step in range(3):
+        x = data(step, 6, 8).requires_grad_()
+        if rank == 0 and step == 1:
+            torch.autograd.grad(model(x).sum(), x)
+        if rank == 0 and step == 2:
+            model(x).sum().backward(inputs=[x])
+        module.zero_grad()
+        loss_of(model, step).backward()
+        expect_equal(gradients(module), average(local(module, step)), f"step {step}")
+
+
+def kept_loss(rank: int, world: int) -> None:
+    """The model is gone before the backward."""
+    module = seeded(0, Mlp)
+    wanted, kept = average(local(module, 0)), dict(module.named_parameters())
+    loss = loss_of(wrapped(module), 0)
+    del module
+    gc.collect()
+    loss.backward()
+    expect_equal({name: parameter.grad for name, parameter in kept.items()}, wanted, "of a model that is gone")
+
+
+def test_a_loss_that_outlives_its_model(pool: Pool):
+    pool.run(kept_loss)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_gradients_of_an_input_asked_for_on_one_rank(pool: Pool, compiles: bool):
+    pool.run(asked_on_one_rank, compiles)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_backwards_inside_a_backward_that_has_not_begun(pool: Pool, compiles: bool):
+    pool.run(backwards_inside, compiles)
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------

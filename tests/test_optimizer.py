@@ -18,6 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -28,12 +31,15 @@ from fxddp.optimizer import OptimizerInBackward
 from tests.live.lab import (
     SMALL,
     Mlp,
+    average,
     buckets,
     compiled,
     data,
     error_of,
     expect,
     expect_equal,
+    gradients,
+    local,
     loss_of,
     seeded,
     small_backend,
@@ -127,7 +133,7 @@ def test_every_update_is_compiled_however_many_there_are(monkeypatch: pytest.Mon
     """Where torch compiles `Optimizer.step` for eight sets of parameters; and none of these eight is used up."""
     graphs = 0
 
-    def counting(gm: torch.fx.GraphModule, _: Any) -> Any:
+    def counting(gm: torch.fx.GraphModule, _: Any, **options: Any) -> Any:
         def run(*arguments: Tensor) -> Any:
             nonlocal graphs
             graphs += 1
@@ -148,6 +154,46 @@ def test_every_update_is_compiled_however_many_there_are(monkeypatch: pytest.Mon
     for parameter in buckets:
         assert torch.allclose(parameter, torch.full((2, 3), 1 - 0.1 * (1 + 1.9 + 2.71)))
     assert not _debug_get_cache_entry_list(inspect.unwrap(torch.optim.SGD.step).__code__)
+
+
+def test_compiled_updates_round_as_those_that_are_not():
+    """Muon iterates in bfloat16, where one rounding decides about the fourth digit of a weight: few differ."""
+    found: list[list[Tensor]] = []
+    for compiles in (True, False):
+        weights = [nn.Parameter(data(i, 32, 24)) for i in range(4)]
+        update = OptimizerInBackward(torch.optim.Muon(weights, lr=0.02), compiles=compiles)
+        for step in range(3):
+            update.begin(step)
+            for i, weight in enumerate(weights):
+                weight.grad = data(10 * i + step + 1, 32, 24)
+                update.update([weight])
+        found.append([weight.detach() for weight in weights])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-3)  # of 0.06 that weights have moved
+    assert sum(map(torch.equal, *found)) >= 2
+
+
+def communicating(rank: int, world: int) -> tuple[str, ...]:
+    """Their steps average or send weights: given to the constructor, later, and made by `_register_fused_optim`."""
+    module = Mlp()
+    given = PostLocalSGDOptimizer(optimizer_of("SGD", module), PeriodicModelAverager(period=2))
+    model = fxddp.DistributedDataParallel(module, inner="aot_eager")
+    backend = fxddp.backend()
+    return tuple(
+        str(error_of(call))
+        for call in (
+            lambda: fxddp.backend(optimizer=given),
+            lambda: backend.register_optimizer(given),
+            lambda: model._register_fused_optim(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, lr=0.1),
+        )
+    )
+
+
+def test_optimizers_that_communicate_are_refused(pool: Pool):
+    for messages in pool.run(communicating):
+        for name, message in zip(("PostLocalSGD", "PostLocalSGD", "ZeroRedundancy"), messages, strict=True):
+            assert f"optimizer={name}Optimizer holds another optimizer (SGD)" in message
+            assert "call its step yourself" in message
 
 
 def overlapped(rank: int, world: int) -> None:
@@ -424,12 +470,35 @@ def test_clipping_elsewhere_goes_on():
     assert parameter.grad.tolist() == pytest.approx([0.1] * 4)
 
 
+class Chained(Optimizer):
+    """One after the other, as in a program of a user's."""
+
+    def __init__(self, chain: list[Optimizer]) -> None:
+        self.chain = {"all": chain[0]}
+        self.param_groups = chain[0].param_groups
+
+    def step(self) -> None:  # type: ignore[override]
+        self.chain["all"].step()
+
+
+class Twice(Optimizer):
+    """Looks at the loss at two places in a step."""
+
+    def step(self, loss: Callable[[], float], *, again: bool = True, **_: Any) -> None:  # type: ignore[override]
+        loss()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda _: "SGD", "optimizer must be a torch.optim.Optimizer"),
-        (lambda module: torch.optim.LBFGS(module.parameters()), "LBFGS evaluates the loss several times"),
+        (
+            lambda module: torch.optim.LBFGS(module.parameters()),
+            "LBFGS takes closure in its step, as one does that evaluates the loss several",
+        ),
         (lambda module: _with_hook(optimizer_of("SGD", module)), "has hooks around its step"),
+        (lambda module: Chained([optimizer_of("AdamW", module)]), r"Chained holds another optimizer \(AdamW\)"),
+        (lambda module: Twice(module.parameters(), {}), "Twice takes loss in its step"),
     ],
 )
 def test_what_is_no_optimizer_for_a_backward(make: Callable[[nn.Module], Any], message: str):
@@ -609,3 +678,39 @@ def test_a_scaler_is_refused(pool: Pool):
         assert "a GradScaler scaled this loss, and an optimizer in backward (AdamW) would update with scaled" in first
         for message in later:
             assert "to unscale gradients, but the last backward has updated 6 of these parameters already" in message
+
+
+def hooked(rank: int, world: int, compiles: bool) -> str:
+    """Optimizers that torch hooked to parameters step with averages, each of its own; others' gradients stay."""
+    module, reference = seeded(0, Mlp), seeded(0, Mlp)
+    rates = {"first": 0.3, "middle": 0.1}
+    give = partial(_apply_optimizer_in_backward, torch.optim.SGD)
+    give(module.first.parameters(), {"lr": rates["first"]})
+    give(module.first.parameters(), {"lr": 0.01})  # steps after the other one
+    give(module.middle.parameters(), {"lr": rates["middle"]}, register_hook=False)
+    steppers = [
+        *(torch.optim.SGD(reference.get_submodule(name).parameters(), lr=rate) for name, rate in rates.items()),
+        torch.optim.SGD(reference.first.parameters(), lr=0.01),
+    ]
+    refused = copy.deepcopy(module)
+    model = fxddp.DistributedDataParallel(module, compile=compiles, inner="aot_eager", bucket_cap_mb=SMALL)
+    for step in range(3):
+        with model.no_sync():
+            loss_of(model, step + 5).backward()
+        loss_of(model, step).backward()
+        for name, gradient in average(local(reference, step + 5, step)).items():
+            reference.get_parameter(name).grad = gradient
+        expect_equal(gradients(module.last), gradients(reference.last), f"of the others, step {step}", tol=1e-5)
+        for stepper in steppers:
+            stepper.step()
+        expect(all(p.grad is None for name in rates for p in module.get_submodule(name).parameters()), "taken")
+        module.last.zero_grad()
+        expect_equal(weights(module), weights(reference), f"weights after step {step}", tol=1e-5)
+    give(refused.parameters(), {"lr": 0.1})
+    return str(error_of(lambda: loss_of(compiled(refused)[0], 0)))
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_optimizers_that_torch_hooked_to_parameters(pool: Pool, compiles: bool):
+    for error in pool.run(hooked, compiles):
+        assert "_apply_optimizer_in_backward has a hook update first.weight" in error

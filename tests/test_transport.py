@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import time
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -15,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fxddp
 from fxddp import _compat
 from fxddp.agreement import Agreement
+from fxddp.group import alive
 from fxddp.transport import Staged, Stages
 from fxddp.units import count
 from tests.live.lab import (
@@ -69,26 +73,50 @@ def routes_of(kind: str, world: int) -> set[str]:
 
 
 def summed(rank: int, world: int, kind: str) -> None:
-    for make in (Mlp, Mixed):
+    """Split and in one graph; a rank that has accumulated something takes its pieces, the others the graph."""
+    for make, options in itertools.product((Mlp, Mixed), ({"split": True}, {"split": False})):
         module = seeded(0, make)
-        options = options_of(kind, world)
-        model, backend = compiled(module, **options)
+        model, backend = compiled(module, keep_graphs=True, **options, **options_of(kind, world))
         for i in range(4):
             module.zero_grad()
-            if i == 2:
+            accumulates = i == 2 or (i == 3 and rank == 0)
+            if accumulates:
                 with backend.no_sync():
                     loss_of(model, 9).backward()
             with counted_collectives() as started:
                 loss_of(model, i).backward()
-            expected = average(local(module, 9, i) if i == 2 else local(module, i))
-            expect_equal(gradients(module), expected, f"{kind}, {make.__name__}, step {i}", tol=1e-6)
+            expected = average(local(module, 9, i) if accumulates else local(module, i))
+            what = f"{kind}, {make.__name__}, {options}, step {i}"
+            expect_equal(gradients(module), expected, what, tol=1e-6)
             expect(launches(backend)[-1] == buckets(backend) > 1, f"{launches(backend)}")
+            pieces = 1 if not options["split"] and not accumulates else buckets(backend)
+            expect(backend.stats().last.pieces in (pieces, pieces + 1), f"{what}: {backend.stats().last.pieces} pieces")
             told = {bucket.route for bucket in fxddp.explain(backend).buckets}
             expect(told == routes_of(kind, world), f"explain says {told}")
             if kind != "lanes" and i:
                 steps = 2 if kind == "ring" else 3
-                expect(len(started) == steps * buckets(backend), f"{started} for {buckets(backend)} buckets")
-                expect(("allreduce" in started) is (kind != "ring"), f"{started}")
+                count = len(started) if pieces > 1 else steps * buckets(backend)  # a graph's own start in C++
+                expect(count == steps * buckets(backend), f"{started} for {buckets(backend)} buckets")
+                expect(pieces == 1 or ("allreduce" in started) is (kind != "ring"), f"{started}")
+        expect_in_graph(backend, kind)
+
+
+def expect_in_graph(backend: fxddp.Backend, kind: str) -> None:
+    """The collectives stand in the graph, and `explain` shows them after the pass that puts them there."""
+    (graph,) = fxddp.explain(backend).graphs
+    code = {made.name: made.code for made in graph.passes}
+    count = buckets(backend)
+    own = {
+        "lanes": {"all_reduce": count},
+        "ring": {"all_to_all_single": count, "all_gather_into_tensor": count},
+    }.get(kind, {"all_to_all_single": count, "all_reduce": count, "all_gather_into_tensor": count})
+    shown = code["schedule" if kind == "lanes" else "take_stages"]
+    found = Counter(re.findall(r"_c10d_functional\.(\w+)\.default", shown))
+    expect(found == {**own, "wait_tensor": sum(own.values())}, f"{kind}: {found}")
+    if kind == "lanes":
+        names = [alive(lane).group_name for lane in backend.settings.lanes]
+        groups = re.findall(r"all_reduce\.default\(\w+, 'sum', '(\w+)'\)", shown)
+        expect(groups == [names[i % 3] for i in range(count)], f"{groups} of {names}")
 
 
 @pytest.mark.parametrize("kind", ["lanes", "ring", "1", "2"])
@@ -162,6 +190,22 @@ def test_two_models_on_one_mesh(pool4: Pool):
     pool4.run(two_models, timeout=30)
 
 
+def nameless(rank: int, world: int, path: str) -> None:
+    """A default group made without a backend's name is gloo where torch has nothing else."""
+    dist.destroy_process_group()
+    dist.init_process_group(store=dist.FileStore(path, world), rank=rank, world_size=world)
+    module = seeded(0, Mlp)
+    model, _ = compiled(module, algorithm="ring")
+    for i in range(2):
+        module.zero_grad()
+        loss_of(model, i).backward()
+        expect_equal(gradients(module), average(local(module, i)), f"step {i}", tol=1e-6)
+
+
+def test_a_group_without_a_backends_name(pool: Pool, tmp_path: Any):
+    pool.run(nameless, str(tmp_path / "store"), discard=True, timeout=30)
+
+
 class Two(nn.Module):
     """Two layers, in two graphs or in one."""
 
@@ -175,6 +219,47 @@ class Two(nn.Module):
         if self.graphs == 2:
             torch._dynamo.graph_break()
         return self.last(x)
+
+
+def in_one_graph(rank: int, world: int, kind: str) -> None:
+    """Inductor's graphs, two in a backward: one rank comes to the second from pieces, with steps still to be taken."""
+    module = seeded(0, Two)
+    model, backend = compiled(
+        module,
+        inner="inductor",
+        split=False,
+        static_graph=True,
+        bucket_mb=SMALL / 2,
+        first_bucket_mb=SMALL / 2,
+        **options_of(kind, world),
+    )
+    for i in range(4):
+        module.zero_grad()
+        started = {name: p.detach() * 0 for name, p in module.last.named_parameters()} if i == 2 and rank == 0 else {}
+        for name, gradient in started.items():
+            module.last.get_parameter(name).grad = gradient + 0.5
+        with late_stages():
+            loss_of(model, i).backward()
+        found = local(module, i)
+        for name, gradient in started.items():
+            found[f"last.{name}"] = found[f"last.{name}"] + gradient + 0.5
+        expect_equal(gradients(module), average(found), f"{kind}, step {i}", tol=1e-6)
+        last, first = (len(plan.buckets) for plan in reversed(backend.plans))
+        split = (last if started else 0, first if kind == "lanes" else 0)  # which starts at another group
+        pieces = sum(count or 1 for count in split)
+        expect(last % 3 and backend.stats().last.pieces in range(pieces, pieces + 3), f"{backend.stats().last}")
+    narrow = seeded(0, Mlp)
+    model, _ = compiled(narrow, split=False, comm_hook="bf16", **options_of(kind, world))
+    loss_of(model, 0).backward()
+    exact = average(local(narrow, 0))
+    expect_equal(gradients(narrow), exact, f"{kind} in 16 bits", tol=0.01)
+    rounded = {name: p.grad for name, p in narrow.named_parameters()}
+    expect(not torch.equal(rounded["last.weight"], exact["last.weight"]), f"{kind} in 16 bits")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["lanes", "ring", "1"])
+def test_one_graph_with_its_steps_inside(pool: Pool, kind: str):
+    pool.run(in_one_graph, kind, timeout=120)
 
 
 def waited(rank: int, world: int) -> None:
@@ -333,7 +418,6 @@ def meshes(rank: int, world: int) -> None:
         ({"process_group": [dist.group.WORLD, dist.group.WORLD]}, "a group stands twice"),
         ({"process_group": [dist.group.WORLD, dist.new_group()], "algorithm": "ring"}, "makes its own groups"),
         ({"process_group": [dist.group.WORLD, dist.new_group()], "comm_hook": fxddp.PowerSGD}, "give an object"),
-        ({"algorithm": "ring", "split": False}, "need split=True"),
         ({"algorithm": "ring", "comm_hook": lambda state, bucket: None}, "starts its own collectives"),
     ):
         error = error_of(lambda options=options: fxddp.backend(**options))  # type: ignore[misc]

@@ -2,14 +2,11 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
-
-_first = itemgetter(0)
 
 task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Identifies the running backward; -1 outside of one."""
@@ -44,24 +41,6 @@ def compiled_node(tensors: Sequence[Any], since: int) -> Any:
             return node
         stack += [parent for parent, _ in node.next_functions if parent is not None]
     return None
-
-
-def restricted_to() -> set[int] | None:
-    """Which leaves accumulate in the running backward, called from a node of it.
-
-    Returns:
-        None if all do, as in a plain `backward()`; else the ids of those of this node's leaves that do:
-        `backward(inputs=…)` names some, `autograd.grad` accumulates nowhere.
-    """
-    will_execute = torch._C._will_engine_execute_node
-    node: Any = torch._C._current_autograd_node()
-    try:
-        if all(map(will_execute, filter(None, map(_first, node.next_functions)))):
-            return None
-        executed = [parent for parent, _ in node.next_functions if parent is not None and will_execute(parent)]
-    except RuntimeError:  # autograd.grad captures one of them
-        return set()
-    return {id(parent.variable) for parent in executed if hasattr(parent, "variable")}
 
 
 def accumulates(leaf: Tensor) -> bool:

@@ -40,10 +40,43 @@ def reduce_scatter(group: dist.ProcessGroup, received: Tensor, sent: Tensor) -> 
 
     Gloo's own (2.13) makes an all-reduce of it, whose work never says that it is done.
     """
-    if dist.get_backend(group) != "gloo":
+    if has_reduce_scatter(group):
         return group._reduce_scatter_base(received, sent, dist.ReduceScatterOptions())
     parts = torch.empty_like(sent)
     return _Summing(all_to_all(group, parts, sent), parts, received)
+
+
+def has_reduce_scatter(group: dist.ProcessGroup) -> bool:
+    """Whether all of a group's backends have one that sends each part once."""
+    return "gloo" not in _backend_names(group)
+
+
+def backend_name(group: dist.ProcessGroup) -> str:
+    """Such as "gloo" or "nccl"; torch's own name for the choice where it is another one for each kind of device."""
+    names = _backend_names(group)
+    return names.pop() if len(names) == 1 else str(dist.get_backend(group))
+
+
+def _backend_names(group: dist.ProcessGroup) -> set[str]:
+    """One for each kind of device, or the same for several."""
+    return {group._get_backend(device).name() for device in group._device_types}
+
+
+def call_group(group: dist.ProcessGroup, name: str) -> None:
+    """Has functional collectives find a group under one more name, in place of what had that name before."""
+    c10d: Any = dist.distributed_c10d
+    c10d._unregister_process_group(name)  # if there is one
+    c10d._register_process_group(name, group)
+
+
+def finds_group(name: str) -> bool:
+    """Whether functional collectives find a group under a name."""
+    try:
+        c10d: Any = dist.distributed_c10d
+        c10d._resolve_process_group(name)
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Summing:

@@ -1,6 +1,7 @@
 """What is private in torch's optimizers and of use to an update in backward. Checked on 2.11 to 2.14."""
 
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +17,9 @@ from .dynamo import with_own_code
 from .wrapping import wrap, wrap_inside
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+ROUNDS_AS_EAGER: dict[str, Any] = {"emulate_precision_casts": True}
+"""Has inductor round values of 16 bits, as in Muon's iteration, after each operation: fused it would not in between."""
+
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
@@ -47,9 +51,45 @@ def step_to_compile(optimizer: Optimizer, name: str) -> Callable[[], None] | Non
     step: Any = type(optimizer).step
     while not getattr(step, "_torchdynamo_disable", False):
         if not hasattr(step, "__wrapped__"):
-            return functools.partial(torch.compile(with_own_code(step, name)), optimizer)
+            return functools.partial(torch.compile(with_own_code(step, name), options=ROUNDS_AS_EAGER), optimizer)
         step = step.__wrapped__
     return None
+
+
+def steps_by_hook(parameter: Tensor) -> bool:
+    """Whether `torch.distributed.optim._apply_optimizer_in_backward` has a hook step an optimizer for a parameter."""
+    return parameter in _step_hooks()
+
+
+class OptimizerOfEach(Optimizer):
+    """Steps the optimizers that `_apply_optimizer_in_backward` gave to parameters, in place of the hooks that do so.
+
+    Args:
+        parameters: that have such.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {})
+        for parameter in _members(self):
+            for handle in _step_hooks().pop(parameter, ()):
+                handle.remove()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Steps the optimizers of the parameters in its groups."""
+        for parameter in _members(self):
+            for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                optimizer.step()
+
+
+def optimizer_of_each(parameters: Iterable[Tensor]) -> Optimizer | None:
+    """`OptimizerOfEach` for those of these parameters that have an optimizer; None if none has."""
+    having = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    return OptimizerOfEach(having) if having else None
+
+
+def _step_hooks() -> Any:
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return {} if module is None else module.param_to_optim_hook_handle_map
 
 
 def note_step(optimizer: Optimizer) -> None:

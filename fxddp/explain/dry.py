@@ -20,6 +20,8 @@ from fxddp import _compat
 from fxddp.backend import Backend
 from fxddp.config import Settings
 from fxddp.passes.cost import Speeds
+from fxddp.passes.stages import Way
+from fxddp.transport import way_of
 
 REPEATS = 5
 
@@ -60,6 +62,10 @@ class DryBackend(Backend):
     def speeds(self, group: object, trained: object) -> Speeds:
         """As it was told."""
         return self._speeds
+
+    def way(self, group: object) -> Way:
+        """As on the ranks that it is planned for."""
+        return way_of(self.settings, None, "fxddp", self._speeds.network.world_size)
 
     def adopt(self, module: nn.Module) -> None:
         """Only takes names from it."""

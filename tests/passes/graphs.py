@@ -29,9 +29,11 @@ from fxddp.passes.gradients import find_gradients, graph_outputs
 from fxddp.passes.pipeline import Rewritten, rewrite_backward
 from fxddp.passes.plan import Bucket, BucketPlan, GradSpec
 from fxddp.passes.split import Program
+from fxddp.passes.stages import Way
 
 aten = torch.ops.aten
 GROUP = "0"
+WAY = Way((GROUP,), 2)
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -74,7 +76,7 @@ class Captured:
             forward_outputs=self.forward_outputs,
             cap=cap,
             first_cap=cap if first_cap is None else first_cap,
-            group_name=GROUP,
+            way=WAY,
             **options,
         )
 
@@ -206,7 +208,7 @@ def train_with_inductor(
                 forward_outputs=descriptors,
                 cap=cap,
                 first_cap=cap,
-                group_name=GROUP,
+                way=WAY,
                 inputs=values,
             )
             done.append(rewritten)

@@ -23,6 +23,7 @@ from fxddp.passes.gradients import graph_outputs
 from fxddp.passes.verify import snapshot, verify
 from tests.passes.graphs import (
     GROUP,
+    WAY,
     Builder,
     Drawn,
     assert_same,
@@ -48,8 +49,8 @@ def check_values(gm: fx.GraphModule, plan: Any, inputs: list[Any]) -> None:
     before = snapshot(gm)
     expected = run_graph(gm, *inputs)
     planned = {grad.output: grad for grad in plan.grads}
-    insert_allreduce(gm, plan=plan, group_name=GROUP)
-    verify(gm, plan=plan, before=before)
+    insert_allreduce(gm, plan=plan, groups=[GROUP])
+    verify(gm, plan=plan, before=before, way=WAY)
     for scale in SCALES:
         found = run_graph(gm, *inputs, *scales_for(scale_dtypes(plan), scale))
         assert len(found) == len(expected)
@@ -75,7 +76,7 @@ def two_gradients() -> fx.GraphModule:
 def test_divide_pack_sum_in_this_order() -> None:
     gm = two_gradients()
     plan = plan_by_hand(specs_of(gm, {0: (4, 1)}), [0, 1])
-    insert_allreduce(gm, plan=plan, group_name=GROUP)
+    insert_allreduce(gm, plan=plan, groups=[GROUP])
     assert [node.target for node in calls(gm)] == [
         aten.mul.Tensor,
         aten.t.default,
@@ -99,7 +100,7 @@ def test_divide_pack_sum_in_this_order() -> None:
 def test_a_lone_row_major_vector_is_neither_copied_nor_permuted() -> None:
     builder = Builder()
     gm = builder.finish([builder.tangent(5)])
-    insert_allreduce(gm, plan=plan_of(gm), group_name=GROUP)
+    insert_allreduce(gm, plan=plan_of(gm), groups=[GROUP])
     assert [node.target for node in calls(gm)] == [aten.mul.Tensor, ALL_REDUCE, WAIT, aten.as_strided.default]
 
 
@@ -137,7 +138,7 @@ def test_half_precision_averages_without_overflow() -> None:
     builder = Builder()
     gm = builder.finish([builder.tangent(2, dtype=torch.float16)])
     plan = plan_of(gm)
-    insert_allreduce(gm, plan=plan, group_name=GROUP)
+    insert_allreduce(gm, plan=plan, groups=[GROUP])
     (found,) = run_graph(gm, torch.full((2,), 40_000, dtype=torch.float16), *scales_for(scale_dtypes(plan), 1 / 2))
     assert (found + found).tolist() == [40_000, 40_000]
 
@@ -152,7 +153,7 @@ def test_the_factor_is_as_wide_as_the_gradients_need() -> None:
     gm = builder.finish([builder.tangent(2, dtype=dtype) for dtype in dtypes])
     plan = plan_of(gm)
     assert scale_dtypes(plan) == (torch.float32, torch.float64)
-    insert_allreduce(gm, plan=plan, group_name=GROUP)
+    insert_allreduce(gm, plan=plan, groups=[GROUP])
     added = [node for node in gm.graph.find_nodes(op="placeholder") if SCALE_META in node.meta]
     assert [node.meta[SCALE_META] for node in added] == [torch.float32, torch.float64]
     assert [node.meta["val"].dtype for node in added] == [torch.float32, torch.float64]
@@ -216,7 +217,7 @@ def test_every_new_node_knows_its_value() -> None:
 def test_views_say_which_gradient_they_are() -> None:
     gm = two_gradients()
     plan = plan_by_hand(specs_of(gm), [1], [0])
-    insert_allreduce(gm, plan=plan, group_name=GROUP)
+    insert_allreduce(gm, plan=plan, groups=[GROUP])
     a, b, other = graph_outputs(gm.graph)
     assert (a.meta[GRADIENT_META], b.meta[GRADIENT_META]) == ((1, 0), (0, 0))
     assert GRADIENT_META not in other.meta
@@ -225,7 +226,7 @@ def test_views_say_which_gradient_they_are() -> None:
 def test_the_output_keeps_its_descriptors() -> None:
     gm = two_gradients()
     before = gm.graph.output_node().meta["desc"]
-    insert_allreduce(gm, plan=plan_of(gm), group_name=GROUP)
+    insert_allreduce(gm, plan=plan_of(gm), groups=[GROUP])
     assert gm.graph.output_node().meta["desc"] is before
 
 
@@ -234,7 +235,7 @@ def test_no_bucket_leaves_the_graph_alone(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(fx.GraphModule, "recompile", lambda _: pytest.fail("touched"))
     before, code = text(gm), gm.code
     nodes = list(gm.graph.nodes)
-    assert insert_allreduce(gm, plan=plan_by_hand(()), group_name=GROUP) is gm
+    assert insert_allreduce(gm, plan=plan_by_hand(()), groups=[GROUP]) is gm
     assert (text(gm), gm.code) == (before, code)
     assert list(gm.graph.nodes) == nodes
 
@@ -290,9 +291,9 @@ def test_collectives_of_the_model_are_not_ours() -> None:
     gm = builder.finish([builder.call(aten.neg.default, mine)])
     before = snapshot(gm)
     plan = plan_of(gm)
-    insert_allreduce(gm, plan=plan, group_name=GROUP)
+    insert_allreduce(gm, plan=plan, groups=[GROUP])
     assert sends(gm) == [0]
-    verify(gm, plan=plan, before=before)
+    verify(gm, plan=plan, before=before, way=WAY)
 
 
 def test_sizes_of_other_values_may_be_symbolic() -> None:

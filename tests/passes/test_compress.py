@@ -15,6 +15,7 @@ from fxddp.passes.split import bind_symbols, split
 from fxddp.passes.verify import snapshot, verify, verify_program
 from tests.passes.graphs import (
     GROUP,
+    WAY,
     Builder,
     Drawn,
     assert_same,
@@ -48,11 +49,11 @@ def check(gm: fx.GraphModule, plan: Any, inputs: list[Any], wire: torch.dtype) -
     before = snapshot(gm)
     exact = run_graph(gm, *inputs)
     planned = {grad.output for grad in plan.grads}
-    insert_allreduce(gm, plan=plan, group_name=GROUP)
+    insert_allreduce(gm, plan=plan, groups=[GROUP])
     assert compress(gm, wire=wire) is gm
     schedule(gm)
     bind_symbols(gm)
-    verify(gm, plan=plan, before=before, wire=wire)
+    verify(gm, plan=plan, before=before, way=WAY, wire=wire)
     for scale in (1.0, 1 / 3):
         expected = [
             (old.reshape(-1) * scale).reshape(old.shape) if i in planned else old for i, old in enumerate(exact)
@@ -97,7 +98,7 @@ def test_each_gradient_is_cast_by_itself():
     """So that the loop that packs it casts it too."""
     gm = mixed()
     plan = plan_by_hand(specs_of(gm), [0, 1], [2], [3], [4])
-    insert_allreduce(gm, plan=plan, group_name=GROUP)
+    insert_allreduce(gm, plan=plan, groups=[GROUP])
     compress(gm, wire=torch.float16)
     sends = [node for node in gm.graph.nodes if is_send(node)]
     flat, wire = packed_bucket(sends[0])
@@ -110,12 +111,12 @@ def test_each_gradient_is_cast_by_itself():
 
 def test_nothing_to_cast_leaves_the_graph_alone():
     gm = mixed()
-    insert_allreduce(gm, plan=plan_by_hand(specs_of(gm), [0, 1], [2], [3], [4]), group_name=GROUP)
+    insert_allreduce(gm, plan=plan_by_hand(specs_of(gm), [0, 1], [2], [3], [4]), groups=[GROUP])
     before = text(gm)
     assert text(compress(gm, wire=None)) == before
     half = Builder()
     gm = half.finish([half.call(CONVERT, half.tangent(3), torch.bfloat16)], {0: 0})
-    insert_allreduce(gm, plan=plan_by_hand(specs_of(gm), [0]), group_name=GROUP)
+    insert_allreduce(gm, plan=plan_by_hand(specs_of(gm), [0]), groups=[GROUP])
     before = text(gm)
     assert text(compress(gm, wire=torch.float16)) == before
 
@@ -175,14 +176,14 @@ def test_a_spoilt_graph_is_found(spoil: Any, message: str):
     gm = mixed()
     before = snapshot(gm)
     plan = plan_by_hand(specs_of(gm), [0, 1], [2], [3], [4])
-    insert_allreduce(gm, plan=plan, group_name=GROUP)
+    insert_allreduce(gm, plan=plan, groups=[GROUP])
     compress(gm, wire=torch.float16)
-    verify(gm, plan=plan, before=before, wire=torch.float16)
+    verify(gm, plan=plan, before=before, way=WAY, wire=torch.float16)
     with pytest.raises(AssertionError, match=r"expected torch\.float32"):
-        verify(gm, plan=plan, before=before)
+        verify(gm, plan=plan, before=before, way=WAY)
     spoil(gm, next(node for node in gm.graph.nodes if is_send(node)))
     with pytest.raises(AssertionError, match=message):
-        verify(gm, plan=plan, before=before, wire=torch.float16)
+        verify(gm, plan=plan, before=before, way=WAY, wire=torch.float16)
 
 
 def test_the_pass_is_checked(monkeypatch: pytest.MonkeyPatch):

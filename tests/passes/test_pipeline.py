@@ -16,6 +16,7 @@ from fxddp.passes.pipeline import Rewritten
 from fxddp.passes.plan import check_plan
 from fxddp.passes.split import split
 from tests.passes.graphs import (
+    WAY,
     Builder,
     Captured,
     assert_same,
@@ -275,7 +276,7 @@ def test_each_device_has_buckets_of_its_own() -> None:
     with builder.mode:
         parameters = {i: torch.empty(4, device=tangent.meta["val"].device) for i, tangent in enumerate(tangents)}
     rewritten = pipeline.rewrite_backward(
-        gm, parameters=parameters, forward_outputs=(), cap=1000, first_cap=1000, group_name="0"
+        gm, parameters=parameters, forward_outputs=(), cap=1000, first_cap=1000, way=WAY
     )
     flats = [node.meta["val"] for node in rewritten.gm.graph.nodes if is_send(node)]
     assert [(flat.device.type, flat.device.index, flat.numel()) for flat in flats] == [

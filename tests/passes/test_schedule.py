@@ -15,6 +15,7 @@ from fxddp.passes.schedule import schedule
 from fxddp.passes.verify import snapshot, verify
 from tests.passes.graphs import (
     GROUP,
+    WAY,
     Builder,
     Drawn,
     assert_same,
@@ -33,7 +34,7 @@ from tests.passes.graphs import (
 
 
 def prepared(gm: fx.GraphModule, plan: BucketPlan) -> fx.GraphModule:
-    return insert_allreduce(gm, plan=plan, group_name=GROUP)
+    return insert_allreduce(gm, plan=plan, groups=[GROUP])
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
@@ -87,7 +88,7 @@ def test_any_graph(drawn: Drawn, cap: int) -> None:
         check_order(before, gm)
     else:
         assert list(gm.graph.nodes) == before
-    verify(gm, plan=plan, before=old)
+    verify(gm, plan=plan, before=old, way=WAY)
     assert_same(run_graph(gm, *inputs, *scales_for(scale_dtypes(plan), 1.0)), expected)
 
 

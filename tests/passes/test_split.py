@@ -22,6 +22,7 @@ from fxddp.passes.split import Program, bind_symbols, split
 from fxddp.passes.verify import snapshot, verify, verify_program
 from tests.passes.graphs import (
     GROUP,
+    WAY,
     Builder,
     Captured,
     Drawn,
@@ -48,10 +49,10 @@ Pieces = tuple[fx.GraphModule, ...]
 def cut(gm: fx.GraphModule, plan: BucketPlan) -> tuple[Program, Pieces]:
     """All passes up to the pieces."""
     before = snapshot(gm)
-    insert_allreduce(gm, plan=plan, group_name=GROUP)
+    insert_allreduce(gm, plan=plan, groups=[GROUP])
     schedule(gm)
     bind_symbols(gm)
-    verify(gm, plan=plan, before=before)
+    verify(gm, plan=plan, before=before, way=WAY)
     code = text(gm)
     program, pieces = split(gm, plan=plan)
     assert text(gm) == code, "the graph is left as it is"

@@ -14,7 +14,7 @@ from fxddp.passes.plan import BucketPlan
 from fxddp.passes.schedule import schedule
 from fxddp.passes.split import Program, split
 from fxddp.passes.verify import snapshot, verify, verify_program
-from tests.passes.graphs import GROUP, Builder, aten, plan_by_hand, specs_of
+from tests.passes.graphs import GROUP, WAY, Builder, aten, plan_by_hand, specs_of
 
 
 def some_graph() -> fx.GraphModule:
@@ -37,7 +37,7 @@ class Case:
         self.graph = self.gm.graph
         self.before = snapshot(self.gm)
         self.plan = plan_by_hand(specs_of(self.gm), [0, 1], [2, 3])
-        insert_allreduce(self.gm, plan=self.plan, group_name=GROUP)
+        insert_allreduce(self.gm, plan=self.plan, groups=[GROUP])
         schedule(self.gm)
 
     @property
@@ -59,16 +59,16 @@ class Case:
         return next(iter(self.send(i).users))
 
     def verify(self) -> None:
-        verify(self.gm, plan=self.plan, before=self.before)
+        verify(self.gm, plan=self.plan, before=self.before, way=WAY)
 
 
 def test_a_right_graph_passes() -> None:
     case = Case()
     case.verify()
     gm = some_graph()
-    verify(gm, plan=plan_by_hand(()), before=snapshot(gm))
+    verify(gm, plan=plan_by_hand(()), before=snapshot(gm), way=WAY)
     with pytest.raises(AssertionError):
-        verify(gm, plan=case.plan, before=snapshot(gm))
+        verify(gm, plan=case.plan, before=snapshot(gm), way=WAY)
 
 
 def drop_a_reduce(case: Case) -> None:
@@ -241,12 +241,12 @@ def test_one_gradient_as_two_outputs_needs_two_views() -> None:
     gm = builder.finish([value, value])
     before = snapshot(gm)
     plan = plan_by_hand(specs_of(gm), [0, 1])
-    insert_allreduce(gm, plan=plan, group_name=GROUP)
-    verify(gm, plan=plan, before=before)
+    insert_allreduce(gm, plan=plan, groups=[GROUP])
+    verify(gm, plan=plan, before=before, way=WAY)
     first, _ = graph_outputs(gm.graph)
     gm.graph.output_node().args = ((first, first),)
     with pytest.raises(AssertionError):
-        verify(gm, plan=plan, before=before)
+        verify(gm, plan=plan, before=before, way=WAY)
 
 
 # Programs
@@ -300,7 +300,7 @@ def test_the_factor_is_told_from_other_scalars() -> None:
     gm = builder.finish([value])
     before = snapshot(gm)
     plan = plan_by_hand(specs_of(gm), [0])
-    insert_allreduce(gm, plan=plan, group_name=GROUP)
-    verify(gm, plan=plan, before=before)
+    insert_allreduce(gm, plan=plan, groups=[GROUP])
+    verify(gm, plan=plan, before=before, way=WAY)
     scale = next(node for node in gm.graph.nodes if SCALE_META in node.meta)
     assert scale.meta[SCALE_META] is torch.float32

@@ -1,0 +1,101 @@
+"""Autograd's engine: what a backward was asked for, and who is told when one begins.
+
+Checked on torch 2.11.0, 2.13.0 and 2.14.1: every backward that Python starts goes through
+`Variable._execution_engine.run_backward`. Those started in C++ do not, and are asked about leaf by leaf.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from .autograd import task_id
+
+_first = itemgetter(0)
+_observers: list[Callable[[bool], None]] = []
+_begun: dict[int, bool] = {}
+"""Of running backwards that were seen to begin, by task: whether they accumulate in some leaves only."""
+_EngineClass: Any = type(Variable._execution_engine)
+
+executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the running backward, called from inside of it, executes a node. Raises for what `autograd.grad` captures."""
+
+
+def observe_backwards(observer: Callable[[bool], None]) -> None:
+    """Has a function called when a backward that accumulates begins, before autograd accumulates anything in it.
+
+    It is called from within the backward, with True, so that it may ask what `executes`; or with False, before the
+    backward begins, where a leaf is among what the backward starts from.
+    """
+    if not isinstance(Variable._execution_engine, _Engine):
+        Variable._execution_engine = _Engine()
+    if observer not in _observers:
+        _observers.append(observer)
+
+
+class _Begun:
+    """A hook on the nodes a backward starts from; counts once."""
+
+    def __init__(self, *, restricted: bool) -> None:
+        self.task = -1
+        self._restricted = restricted
+
+    def __call__(self, *_: object) -> None:
+        if self.task < 0:
+            self.task = task_id()
+            _begun[self.task] = self._restricted
+            for observer in _observers:
+                observer(True)
+
+
+class _Engine(_EngineClass):  # type: ignore[misc]
+    def run_backward(self, roots: Sequence[Any], *arguments: Any, **options: Any) -> Any:
+        """As the engine's, which takes: gradients, keep_graph, create_graph, inputs, allow_unreachable, accumulates."""
+        inputs = arguments[3] if len(arguments) > 3 else options.get("inputs")
+        accumulates = arguments[5] if len(arguments) > 5 else options.get("accumulate_grad")
+        if not accumulates:
+            return super().run_backward(roots, *arguments, **options)
+        begun = _Begun(restricted=bool(inputs))
+        nodes = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+        if None in nodes:
+            for observer in _observers:
+                observer(False)
+        handles = [node.register_prehook(begun) for node in nodes if node is not None]
+        try:
+            return super().run_backward(roots, *arguments, **options)
+        finally:
+            _begun.pop(begun.task, None)
+            for handle in handles:
+                handle.remove()
+
+
+def seen_to_begin() -> bool:
+    """Whether the running backward's beginning was told to observers."""
+    return task_id() in _begun
+
+
+def accumulates_everywhere() -> bool:
+    """Whether the running backward accumulates into all leaves: no `autograd.grad`, nor `backward(inputs=…)`."""
+    return bool(Variable._execution_engine.is_checkpoint_valid())
+
+
+def restricted_to() -> set[int] | None:
+    """Which leaves accumulate in the running backward, called from a node of it.
+
+    Returns:
+        None if all do, as in a plain `backward()`; else the ids of those of this node's leaves that do:
+        `backward(inputs=…)` names some, `autograd.grad` accumulates nowhere.
+    """
+    if _begun.get(task_id()) is False:
+        return None
+    node: Any = torch._C._current_autograd_node()
+    with suppress(RuntimeError):  # autograd.grad captures one of them
+        if all(map(executes, filter(None, map(_first, node.next_functions)))):
+            return None
+        executed = [parent for parent, _ in node.next_functions if parent is not None and executes(parent)]
+        return {id(parent.variable) for parent in executed if hasattr(parent, "variable")}
+    return set()

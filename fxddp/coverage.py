@@ -1,0 +1,101 @@
+"""Hooks only where coverage is not proven.
+
+Note [coverage]: a hook on a parameter notices what autograd accumulates outside of the graphs. It is Python that runs
+for each parameter in each backward, and hardly ever has anything to notice. So the parameters of a graph have none as
+long as each backward that begins will execute the node of the graph's last forward, and all their gradients go the
+usual way there: the node takes what `.grad` held, so what is there at the end was accumulated elsewhere. They get
+hooks, for good and before autograd accumulates anything, in the first backward that does not execute that node, which
+is asked when it begins; or that takes another way through it, which is known before the node hands on to the
+parameters. What no graph answers for gets its hook when the first backward begins.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any
+
+from torch import Tensor
+
+from . import _compat
+from .uncovered import Watchers, hook_waiting, watchers_of
+
+_bare: dict[int, "Coverage"] = {}
+"""Those whose parameters have no hooks, by id."""
+
+_grad = attrgetter("grad")
+
+
+class Coverage:
+    """Whether the parameters of one graph go without hooks.
+
+    Attributes:
+        bare: they do.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.bare = False
+        self._node: weakref.ref[Any] | None = None
+        self._watchers: list[Watchers] = []
+        self._claim([watchers for p in parameters if (watchers := watchers_of(p)) is not None])
+
+    def _claim(self, watchers: Sequence[Watchers]) -> None:
+        if not all(each.claim(self.end) for each in watchers):
+            for each in watchers:
+                each.hook()
+            return
+        self._watchers = list(watchers)
+        self.bare = True
+        _bare[id(self)] = self
+
+    def expect(self, node: Any) -> None:
+        """A forward ran, and this is the node that its backward will execute."""
+        self._node = weakref.ref(node)
+
+    def executes(self) -> bool:
+        """Whether the running backward will come through the graph."""
+        node = None if self._node is None else self._node()
+        return node is not None and _compat.executes(node)
+
+    def end(self) -> None:
+        """From now on hooks notice what autograd accumulates in the parameters."""
+        self.bare = False
+        _bare.pop(id(self), None)
+        watchers, self._watchers = self._watchers, []
+        for each in watchers:
+            each.hook()
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """The usual way of one backward through a graph.
+
+    Attributes:
+        bare: the graph's parameters had no hooks.
+        by_bucket: the parameters whose gradients it packed.
+    """
+
+    bare: bool
+    by_bucket: Sequence[Sequence[Tensor]]
+
+    def accumulated_elsewhere(self) -> list[Tensor]:
+        """Called before `.grad`s are written: the parameters autograd has accumulated into, unnoticed by hooks."""
+        if not self.bare or all(all(map(is_, map(_grad, members), repeat(None))) for members in self.by_bucket):
+            return []
+        return [parameter for parameter in chain.from_iterable(self.by_bucket) if parameter.grad is not None]
+
+
+def end_all() -> None:
+    """Hooks for all parameters: a backward runs that nobody saw begin."""
+    _begins(inside=False)
+
+
+def _begins(inside: bool) -> None:
+    hook_waiting()
+    for coverage in list(_bare.values()):
+        if not (inside and coverage.executes()):
+            coverage.end()
+
+
+_compat.observe_backwards(_begins)

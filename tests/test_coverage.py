@@ -1,0 +1,239 @@
+"""Parameters whose gradients graphs pack go without hooks, and nothing goes unnoticed all the same."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxddp
+from tests.live.lab import (
+    Gradients,
+    Mlp,
+    average,
+    compiled,
+    data,
+    expect,
+    expect_equal,
+    gradients,
+    local,
+    local_gradients,
+    loss_of,
+    seeded,
+    small_backend,
+    total,
+)
+from tests.live.pool import Pool
+
+
+def _hooks(module: nn.Module) -> int:
+    return sum(bool(p._post_accumulate_grad_hooks) for p in module.parameters())
+
+
+def _norm(module: Any, i: int = 0) -> Tensor:
+    """A loss of the parameters themselves, another one on each rank."""
+    module = getattr(module, "_orig_mod", module)
+    return data(i, 1).abs().sum() * (module.first.weight.square().sum() + module.last.bias.sum())
+
+
+def _regularised(model: Any, i: int = 0) -> Tensor:
+    return loss_of(model, i) + _norm(model, i)
+
+
+Model = tuple[Any, Mlp, fxddp.Backend]
+
+
+def _in_the_same_backward(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
+    for i in range(2):
+        module.zero_grad()
+        _regularised(model, i).backward()
+    expect(_hooks(module) == 0, "the end of a backward sees it")
+    return average(local_gradients(module, lambda m: _regularised(m, 1)))
+
+
+def _nothing_compiled(_: Any, module: Mlp, __: fxddp.Backend) -> Gradients:
+    _norm(module).backward()
+    expect(_hooks(module) == 6, "hooks saw it")
+    return average(local_gradients(module, _norm))
+
+
+def _a_forward_left_over(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
+    left = loss_of(model, 1)
+    _norm(module).backward()
+    del left
+    return average(local_gradients(module, _norm))
+
+
+def _from_a_leaf(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
+    torch.autograd.backward([loss_of(model, 1), module.last.bias], [None, data(3, 4)])
+    by_hand = local(module, 1)
+    assert by_hand["last.bias"] is not None
+    by_hand["last.bias"] += data(3, 4)
+    return average(by_hand)
+
+
+def _from_a_leaf_alone(_: Any, module: Mlp, __: fxddp.Backend) -> Gradients:
+    torch.autograd.backward([module.last.bias], [data(3, 4)])
+    by_hand: Gradients = dict.fromkeys(gradients(module))
+    return average(by_hand | {"last.bias": data(3, 4)})
+
+
+def _two_roots(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
+    torch.autograd.backward([_norm(module, 1), loss_of(model, 1)])
+    return average(local_gradients(module, lambda m: _regularised(m, 1)))
+
+
+def _twice_through_one_forward(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
+    loss = loss_of(model, 1)
+    (alone,) = torch.autograd.grad(loss, module.last.bias, retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    expect(_hooks(module) == 0, "both took the usual way")
+    own = local(module, 1)
+    expect_equal({"bias": alone}, {"bias": own["last.bias"]}, "autograd.grad stays local")
+    return average(total(own, own))
+
+
+def _into_one_parameter(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
+    loss_of(model, 1).backward(inputs=[module.last.bias])
+    by_hand = local(module, 1)
+    return {name: average({name: g})[name] if name == "last.bias" else None for name, g in by_hand.items()}
+
+
+def _under_no_sync(model: Any, module: Mlp, backend: fxddp.Backend) -> Gradients:
+    with backend.no_sync():
+        _regularised(model, 0).backward()
+    return local_gradients(module, _regularised)
+
+
+def _accumulated(model: Any, module: Mlp, backend: fxddp.Backend) -> Gradients:
+    with backend.no_sync():
+        _regularised(model, 0).backward()
+    _regularised(model, 1).backward()
+    return average(local_gradients(module, _regularised, lambda m: _regularised(m, 1)))
+
+
+def _reentrant_checkpoint(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        bias = getattr(model, "_orig_mod", model).last.bias
+        return checkpoint(lambda x: model(x) @ bias, x, use_reentrant=True).sum() + _norm(model)
+
+    x = data(5, 6, 8).requires_grad_()
+    loss(model, x).backward()
+    return average(local_gradients(module, lambda m: loss(m, x)))
+
+
+def _users_hook(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
+    seen: list[Tensor] = []
+    weight = module.first.weight
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    loss_of(model, 1).backward()
+    by_hand = average(local(module, 1))
+    expect_equal({"seen": seen[-1]}, {"seen": by_hand["first.weight"]}, "a hook sees the average", tol=1e-6)
+    module.zero_grad()
+    _norm(module).backward()
+    expect_equal({"seen": seen[-1]}, {"seen": weight.grad}, "a hook sees what nothing compiled took part in")
+    return average(local_gradients(module, _norm))
+
+
+def _users_tensor_hook(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
+    module.first.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    _regularised(model, 1).backward()
+    by_hand = local_gradients(module, lambda m: _regularised(m, 1))
+    assert by_hand["first.weight"] is not None
+    by_hand["first.weight"].clamp_(-1e-3, 1e-3)
+    return average(by_hand)
+
+
+def _frozen_and_thawed(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
+    module.first.weight.requires_grad_(False)
+    _regularised(model, 1).backward()
+    expect(module.first.weight.grad is None, "frozen")
+    module.first.weight.requires_grad_(True)
+    module.zero_grad()
+    _norm(module).backward()
+    return average(local_gradients(module, _norm))
+
+
+def _another_backend(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
+    def loss(m: Any, product: Any) -> Tensor:
+        return loss_of(m, 1) + loss_of(product, 2) + _norm(m)
+
+    weight: Any = module.first.weight
+    second = torch.compile(lambda x: x @ weight.T, backend=small_backend())
+    loss(model, second).backward()
+    return average(local_gradients(module, lambda m: loss(m, lambda x: x @ m.get_parameter("first.weight").T)))
+
+
+def _bare(options: dict[str, Any]) -> Model:
+    """A compiled module that was trained in the usual way; no gradients by hand before, they are backwards too."""
+    torch._dynamo.reset()  # its limit is eight of them
+    module = seeded(0, Mlp)
+    model, backend = compiled(module, **options)
+    for i in range(2):
+        module.zero_grad()
+        loss_of(model, i).backward()
+        expect(_hooks(module) == 0, "no hooks")
+    module.zero_grad()
+    return model, module, backend
+
+
+UNUSUAL: tuple[Callable[[Any, Mlp, fxddp.Backend], Gradients], ...] = (
+    _in_the_same_backward,
+    _nothing_compiled,
+    _a_forward_left_over,
+    _from_a_leaf,
+    _from_a_leaf_alone,
+    _two_roots,
+    _twice_through_one_forward,
+    _into_one_parameter,
+    _under_no_sync,
+    _accumulated,
+    _reentrant_checkpoint,
+    _users_hook,
+    _users_tensor_hook,
+    _frozen_and_thawed,
+    _another_backend,
+)
+
+
+def _unusual(rank: int, world: int, options: dict[str, Any]) -> None:
+    for backward in UNUSUAL:
+        model, module, backend = _bare(options)
+        expected = backward(model, module, backend)
+        expect_equal(gradients(module), expected, backward.__name__, tol=1e-6)
+        module.zero_grad()
+        loss_of(model, 3).backward()
+        if backward is not _users_tensor_hook:
+            expect_equal(gradients(module), average(local(module, 3)), f"a step after {backward.__name__}", tol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"split": False}], ids=["split", "whole"])
+def test_what_autograd_accumulates_is_averaged_where_there_are_no_hooks(pool: Pool, options: dict[str, Any]) -> None:
+    pool.run(_unusual, options)
+
+
+def _other_models(rank: int, world: int) -> None:
+    model, module, _ = _bare({})
+    plain = seeded(1, Mlp)
+    loss_of(plain, 1).backward()
+    expect_equal(gradients(plain), local(plain, 1), "another model stays local")
+    expect(_hooks(module) == 6, "its backward might have used these parameters")
+    loss_of(model, 2).backward()
+    expect_equal(gradients(module), average(local(module, 2)), "with hooks")
+
+    model, module, _ = _bare({})
+    parameters = [weakref.ref(p) for p in module.parameters()]
+    del model, module
+    torch._dynamo.reset()
+    gc.collect()
+    expect(not any(reference() is not None for reference in parameters), "nothing keeps the parameters")
+    loss_of(plain, 1).backward()
+
+
+def test_hooks_come_with_a_backward_of_another_model(pool: Pool) -> None:
+    pool.run(_other_models)
