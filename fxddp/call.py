@@ -13,6 +13,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from . import _compat, executor, next_forward
@@ -174,6 +175,7 @@ class Call:
         """The parameters of each bucket of a plan."""
         return self.binding.by_bucket(plan, self.parameters)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
         """Pre-hook of the autograd node: the compiled backward of this call runs next."""
         if _compat.compiled_autograd_enabled():

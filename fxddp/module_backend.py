@@ -247,6 +247,7 @@ class _Mark:
         self._backend = weakref.ref(backend)
         self._sync = sync
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
     def __call__(self, _: Any) -> None:
         refuse_distributed_autograd()
         backend = self._backend()

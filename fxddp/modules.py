@@ -13,6 +13,15 @@ from . import _compat
 if TYPE_CHECKING:
     from .uncovered import Watch
 
+NORMALIZATIONS = frozenset(
+    module.forward
+    for module in (
+        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+        *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    )
+)
+"""What computes with the statistics of its batch, not with its buffers, in training."""
+
 Kind = tuple[type[nn.Module], int]
 """What one graph may serve several modules of: their class and how many parameters and buffers they have."""
 
@@ -102,6 +111,19 @@ class Modules:
             tensors = {id(tensor) for _, tensor in _tensors(module) if not tensor.requires_grad}
             (fresh if _kind(module) in begins else used).update(tensors)
         return used - fresh
+
+    def only_written(self) -> set[int]:
+        """Running statistics of normalisations in training, by id: nothing is computed from them.
+
+        Each rank's are of its own batch after a step, however equal they were before.
+        """
+        layers = chain.from_iterable(module.modules() for module in self._alive())
+        return {
+            id(buffer)
+            for layer in layers
+            if layer.training and type(layer).forward in NORMALIZATIONS
+            for buffer in layer.buffers(recurse=False)
+        }
 
     def _alive(self) -> list[nn.Module]:
         return [module for reference in list(self._known) if (module := reference()) is not None]

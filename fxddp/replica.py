@@ -124,10 +124,13 @@ class Replica:
         if group.size == 1:
             self._unmet.clear()
             return
+        backend = self._backend()
+        assert backend is not None
+        written = backend.modules.only_written()
         mine: dict[str, list[str]] = {}  # several networks may have the same names
         for reference, name in self._unmet.values():
             tensor = reference()
-            if tensor is not None:
+            if tensor is not None and id(tensor) not in written:
                 key = json.dumps([name, list(tensor.shape), str(tensor.dtype)])
                 mine.setdefault(key, []).append(digest(tensor))
         self._unmet.clear()
@@ -168,7 +171,8 @@ class Replica:
         self._agree({"settings": _common(backend.settings), "kinds": kinds, "turn": turn}, group, _compare_contact)
         late: list[str] = []
         if send and group.size > 1:
-            late = self._send(list(fresh.values()), group, {*used, *self._used})
+            written = backend.modules.only_written()
+            late = self._send(list(fresh.values()), group, {*used, *self._used} - written, written)
             self._agree({"late": late}, group, _refuse_late)
         if self._owner[0] is not group:
             self._owner = (group, next(group.numbers))
@@ -220,7 +224,7 @@ class Replica:
         send_before_forward(backend, event, buffers, group)
 
     @torch.no_grad()
-    def _send(self, tensors: list[tuple[str, Tensor]], group: "Group", used: set[int]) -> list[str]:
+    def _send(self, tensors: list[tuple[str, Tensor]], group: "Group", used: set[int], written: set[int]) -> list[str]:
         late = []
         names = {id(tensor): name for name, tensor in tensors}
         for pack in packs((tensor for _, tensor in tensors), PACK_BYTES):
@@ -229,6 +233,8 @@ class Replica:
                     continue
                 if id(tensor) in used:
                     late.append(names[id(tensor)])
+                elif id(tensor) in written:
+                    overwrite([tensor.data], [value])  # saved for the backward by some normalisations, not used there
                 else:
                     overwrite([tensor], [value])
         return late

@@ -125,12 +125,16 @@ class Site:
         """Runs a graph that trains nothing, such as a compiled loss: what trains around it is found in backward."""
         since = _compat.sequence_number()
         results = self._run(arguments)
-        watch = self.backend.watch
-        if watch.unexplored and self.backend.lookup() is not None:
+        if self.backend.watch.unexplored and self.backend.lookup() is not None:
             node = _compat.compiled_node(results, since)
             if node is not None:
-                node.register_prehook(lambda _: self.backend.backward().accumulation.explore(watch))
+                node.register_prehook(self._explore)
         return results
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
+    def _explore(self, _: Sequence[Tensor | None]) -> None:
+        """Pre-hook of the autograd node: looks for what trains around this graph."""
+        self.backend.backward().accumulation.explore(self.backend.watch)
 
     def _bind(self, parameters: tuple[Tensor, ...]) -> Binding:
         watch = self.backend.watch

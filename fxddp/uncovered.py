@@ -104,7 +104,6 @@ class Watch:
         backend = self._backend()
         return -1 if backend is None else backend.concern()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
     def accumulated(self, parameter: Tensor) -> None:
         """Called after autograd's accumulation into a watched parameter, whether or not there was a gradient."""
         if parameter.grad is None:
@@ -222,6 +221,7 @@ class Watchers:
         if self._claimed_by is None:
             self.hook()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
     def accumulated(self, parameter: Tensor) -> None:
         """Has one of them note what autograd accumulated."""
         watches = self.alive()
@@ -252,7 +252,7 @@ def _hook(watchers: Watchers) -> Callable[[Tensor], None]:
         if parameter.grad is not None:
             watchers.accumulated(parameter)
 
-    return hook
+    return torch.compiler.disable(hook, recursive=False)  # type: ignore[no-any-return]  # costs nothing when called
 
 
 def watchers_of(parameter: Tensor) -> Watchers | None:

@@ -462,6 +462,76 @@ def test_equal_frozen_tensors_in_an_eager_start(pool: Pool, where: str, compile_
     pool.run(frozen_around, where, "", compile_it)
 
 
+class Normalised(nn.Module):
+    """A normalisation before the first graph that trains: in eager code, or alone in a graph without parameters."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.norm = nn.BatchNorm1d(8, affine=where != "alone")
+        self.rest = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.eager(x) if self.where == "disabled" else self.norm(x)
+        torch._dynamo.graph_break()
+        return self.rest(x)
+
+    @torch._dynamo.disable
+    def eager(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class Renormalised(nn.BatchNorm1d):
+    """Computes with its running statistics in training as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - self.get_buffer("running_mean")
+
+
+def running_statistics(rank: int, world: int) -> None:
+    for where in ("disabled", "alone"):
+        module = seeded(0, partial(Normalised, where))
+        model, _ = compiled(module)
+        for i in range(2):
+            step(module, model, f"{where}, step {i}", partial(loss_of, i=i))
+            if i == 0:
+                everyone: list[Any] = [None] * world
+                dist.all_gather_object(everyone, module.norm.running_mean)
+                expect(torch.equal(everyone[rank], everyone[0]), f"{where}: running statistics are not rank 0's")
+
+
+def a_momentum_encoder(rank: int, world: int) -> None:
+    """The other network runs under no_grad, in training mode, and nothing ever meets its statistics."""
+    module, other = (seeded(0, lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Block())) for _ in range(2))
+    backend = small_backend()
+    model, target = (torch.compile(each, backend=backend) for each in (module, other))
+    for i in range(3):
+        with torch.no_grad():
+            target(data(i, 6, 8))
+        step(module, model, f"step {i}", partial(loss_of, i=i))
+
+
+def statistics_computed_with(rank: int, world: int, how: str) -> str:
+    module = seeded(0, lambda: Normalised("disabled"))
+    if how == "in training":
+        module.norm = Renormalised(8)
+    else:
+        module.norm.eval()
+    module.norm.running_mean.fill_(rank)
+    return str(error_of(lambda: loss_of(compiled(module)[0], 0).backward()))
+
+
+def test_running_statistics_of_eager_normalisations(pool: Pool):
+    pool.run(running_statistics)
+    pool.run(a_momentum_encoder)
+
+
+@pytest.mark.parametrize("how", ["in evaluation", "in training"])
+def test_different_statistics_that_were_computed_with_are_refused(pool: Pool, how: str):
+    for message in pool.run(statistics_computed_with, how):
+        assert "norm.running_mean on rank 1 differs from rank 0's" in message
+
+
 class Regional(nn.Module):
     """Compiled blocks between eager modules of the same shapes, which nobody told the backend about."""
 

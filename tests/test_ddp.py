@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -761,6 +762,50 @@ def modules(rank: int, world: int) -> None:
 
 def test_what_can_be_compiled_is(pool: Pool):
     pool.run(modules, timeout=120)
+
+
+def compiled_steps(rank: int, world: int, wrap: Callable[[nn.Module], Any]) -> None:
+    """Forward, backward and update in one compiled function: Dynamo is there when autograd calls the hooks."""
+    module = seeded(rank, Mlp)
+    expected = seeded(0, Mlp)
+    model = wrap(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def whole(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run = torch.compile(whole, backend=small_backend())
+    torch._dynamo.utils.clear_compilation_metrics()
+    for i in range(3):
+        run(data(i, 6, 8))
+        averages = average(local(expected, i))
+        with torch.no_grad():
+            for name, gradient in averages.items():
+                expected.get_parameter(name).sub_(gradient, alpha=0.1)
+        expect_equal(module.state_dict(), expected.state_dict(), f"step {i}", 1e-5)
+    own = Path(fxddp.__file__).parent
+    traced = {
+        metrics.co_name
+        for metrics in torch._dynamo.utils.get_compilation_metrics()
+        if metrics.co_filename
+        and Path(metrics.co_filename).is_relative_to(own)
+        and not str(metrics.co_name).startswith("forward_")  # the module's, by a name of the wrapper's
+    }
+    expect(not traced, f"Dynamo traced {traced}")
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend=small_backend())
+    return module
+
+
+@pytest.mark.parametrize("wrap", [wrapped, compiled_in_place])
+def test_a_whole_step_is_compiled(pool: Pool, wrap: Callable[[nn.Module], Any]):
+    pool.run(compiled_steps, wrap, timeout=120)
 
 
 def many(rank: int, world: int) -> None:

@@ -44,6 +44,7 @@ class _Begun:
         self.task = -1
         self._restricted = restricted
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
     def __call__(self, *_: object) -> None:
         if self.task < 0:
             self.task = task_id()
@@ -53,6 +54,7 @@ class _Begun:
 
 
 class _Engine(_EngineClass):  # type: ignore[misc]
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what is called may be compiled
     def run_backward(self, roots: Sequence[Any], *arguments: Any, **options: Any) -> Any:
         """As the engine's, which takes: gradients, keep_graph, create_graph, inputs, allow_unreachable, accumulates."""
         inputs = arguments[3] if len(arguments) > 3 else options.get("inputs")
