@@ -201,6 +201,7 @@ class Backend:
                 outermost = not self._running
                 if outermost:
                     self.outbox.discard()
+                    self.registered.take_over_optimizers(self.watch)
                 running = self._running[task] = Backward(self, task)
                 if outermost:
                     running.gathers, self.gathers = self.gathers, False

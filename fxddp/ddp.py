@@ -223,8 +223,6 @@ class DistributedDataParallel(Members):
 
     def _connect(self) -> None:
         """Makes what belongs to this instance: the backend and the compiled call."""
-        own = (p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore)
-        optimizer = _compat.optimizer_of_each(own)
         self.backend = ModuleBackend(self._settings, self.module, frozenset(self.parameters_to_ignore))
         self._clock = ForwardClock()
         self._structure = Structure(self.module)
@@ -232,8 +230,6 @@ class DistributedDataParallel(Members):
         reduction = precision.reduction(self.mixed_precision, self.backend.shared_parameters().values())
         if reduction is not None:
             self.backend.registered.carry_by(reduction)
-        if optimizer is not None:
-            self.backend.register_optimizer(optimizer)
         self._runs: dict[tuple[int, ...], Callable[..., Any]] = {}
         self._codes: set[CodeType] = set()
         self._hooked: tuple[int, ...] | None = None

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from . import _compat
 from .comm_hook import CommHook
 from .optimizer import OptimizerInBackward
 from .sending import SUMMED, Carrier
@@ -11,6 +12,7 @@ from .sending import SUMMED, Carrier
 if TYPE_CHECKING:
     from .config import Settings
     from .group import Group
+    from .uncovered import Watch
 
 
 class Registered:
@@ -26,6 +28,8 @@ class Registered:
         self.optimizer: OptimizerInBackward | None = None
         self._settings = settings
         self._confirmed: tuple[Group, tuple[str, str]] | None = None
+        self._known_optimizers = (0, 0, 0)
+        self._takes_over = False
         if settings.comm_hook is not None:
             self.carry_by(CommHook(None, settings.comm_hook))
         if settings.optimizer is not None:
@@ -56,6 +60,28 @@ class Registered:
         if self.optimizer is not None:
             raise RuntimeError(f"this backend updates parameters with {self.optimizer.name} already")
         self.optimizer = OptimizerInBackward(optimizer, compiles=self._settings.inductor)
+
+    def take_over_optimizers(self, watch: "Watch") -> None:
+        """Updates by the optimizers that `_apply_optimizer_in_backward` gave to parameters, in place of its hooks.
+
+        Those hooks would step with local gradients. Called when a backward begins, before they run.
+
+        Raises:
+            RuntimeError: this backend has another optimizer.
+        """
+        known = (*_compat.optimizers_of_parameters(), len(watch))
+        if known == self._known_optimizers or known[0] == 0:
+            return
+        having = list(filter(_compat.has_optimizer, watch.parameters()))
+        if having and self.optimizer is not None and not self._takes_over:
+            raise RuntimeError(
+                f"_apply_optimizer_in_backward gave {watch.name(having[0])} an optimizer of its own, and this backend "
+                f"updates parameters with {self.optimizer.name}: leave one of both out"
+            )
+        if having:
+            self.optimizer = OptimizerInBackward(_compat.OptimizerOfEach(having), compiles=False)
+            self._takes_over = True
+        self._known_optimizers = (*_compat.optimizers_of_parameters(), len(watch))
 
     @property
     def names(self) -> tuple[str, str]:

@@ -63,9 +63,16 @@ class Watch:
         """Whether backwards without a compiled graph of ours may hold parameters that nobody told us about."""
         return self.explored != _last_registered
 
+    def __len__(self) -> int:
+        return len(self._refs)
+
     def __contains__(self, parameter: Tensor) -> bool:
         reference = self._refs.get(id(parameter))
         return reference is not None and reference() is parameter
+
+    def parameters(self) -> list[Tensor]:
+        """Those that are watched."""
+        return [parameter for reference in self._refs.values() if (parameter := reference()) is not None]
 
     def name(self, parameter: Tensor) -> str:
         """The parameter's qualified name as far as it is known."""
@@ -82,12 +89,6 @@ class Watch:
         if not parameter.is_leaf or not _differentiable(parameter):
             return
         refuse_subclass(parameter, name)
-        if _compat.steps_by_hook(parameter):
-            raise RuntimeError(
-                f"_apply_optimizer_in_backward has a hook update {name or tuple(parameter.shape)}, before its gradient "
-                "is averaged: use fxddp.backend(optimizer=…) instead, or fxddp.DistributedDataParallel, which takes "
-                "such optimizers over"
-            )
 
         names, refs = self._names, self._refs
 

@@ -74,6 +74,7 @@ def trained(rank: int, world: int, kind: str, wraps: bool, inner: str) -> None:
     optimizer = optimizer_of(kind, module)
     options: dict[str, Any] = {"optimizer": optimizer, "inner": inner}
     model: Any
+    owner: Any
     if wraps:
         model = fxddp.DistributedDataParallel(module, bucket_cap_mb=SMALL, first_bucket_mb=SMALL, **options)
         backend = model.backend
@@ -680,22 +681,26 @@ def test_a_scaler_is_refused(pool: Pool):
             assert "to unscale gradients, but the last backward has updated 6 of these parameters already" in message
 
 
-def hooked(rank: int, world: int, compiles: bool) -> str:
+def hooked(rank: int, world: int, kind: str) -> str:
     """Optimizers that torch hooked to parameters step with averages, each of its own; others' gradients stay."""
     module, reference = seeded(0, Mlp), seeded(0, Mlp)
     rates = {"first": 0.3, "middle": 0.1}
     give = partial(_apply_optimizer_in_backward, torch.optim.SGD)
     give(module.first.parameters(), {"lr": rates["first"]})
-    give(module.first.parameters(), {"lr": 0.01})  # steps after the other one
     give(module.middle.parameters(), {"lr": rates["middle"]}, register_hook=False)
-    steppers = [
-        *(torch.optim.SGD(reference.get_submodule(name).parameters(), lr=rate) for name, rate in rates.items()),
-        torch.optim.SGD(reference.first.parameters(), lr=0.01),
-    ]
-    refused = copy.deepcopy(module)
-    model = fxddp.DistributedDataParallel(module, compile=compiles, inner="aot_eager", bucket_cap_mb=SMALL)
-    for step in range(3):
-        with model.no_sync():
+    steppers = [torch.optim.SGD(reference.get_submodule(name).parameters(), lr=rate) for name, rate in rates.items()]
+    model: Any
+    owner: Any
+    if kind == "backend":
+        model, owner = compiled(module)
+    else:
+        options: dict[str, Any] = {"compile": kind == "compiled", "inner": "aot_eager", "bucket_cap_mb": SMALL}
+        model = owner = fxddp.DistributedDataParallel(module, **options)
+    for step in range(4):
+        if step == 1:  # steps after the other one, of a model that trains already
+            give(module.first.parameters(), {"lr": 0.01})
+            steppers.append(torch.optim.SGD(reference.first.parameters(), lr=0.01))
+        with owner.no_sync():
             loss_of(model, step + 5).backward()
         loss_of(model, step).backward()
         for name, gradient in average(local(reference, step + 5, step)).items():
@@ -706,11 +711,13 @@ def hooked(rank: int, world: int, compiles: bool) -> str:
         expect(all(p.grad is None for name in rates for p in module.get_submodule(name).parameters()), "taken")
         module.last.zero_grad()
         expect_equal(weights(module), weights(reference), f"weights after step {step}", tol=1e-5)
-    give(refused.parameters(), {"lr": 0.1})
-    return str(error_of(lambda: loss_of(compiled(refused)[0], 0)))
+    alone = seeded(0, Mlp)
+    give(alone.first.parameters(), {"lr": 0.3})
+    other, _ = compiled(alone, optimizer=torch.optim.SGD(alone.last.parameters(), lr=0.1))
+    return str(error_of(lambda: loss_of(other, 0).backward()))
 
 
-@pytest.mark.parametrize("compiles", [True, False])
-def test_optimizers_that_torch_hooked_to_parameters(pool: Pool, compiles: bool):
-    for error in pool.run(hooked, compiles):
-        assert "_apply_optimizer_in_backward has a hook update first.weight" in error
+@pytest.mark.parametrize("kind", ["backend", "compiled", "uncompiled"])
+def test_optimizers_that_torch_hooked_to_parameters(pool: Pool, kind: str) -> None:
+    for error in pool.run(hooked, kind):
+        assert "_apply_optimizer_in_backward gave first.weight an optimizer of its own" in error

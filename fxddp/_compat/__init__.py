@@ -96,20 +96,22 @@ from .groups import (
 )
 from .modules import hooks_of_all_modules
 from .optimizer import (
+    OptimizerOfEach,
     before_clipping,
     before_saving,
     before_unscaling,
+    has_optimizer,
     has_step_hooks,
     note_step,
-    optimizer_of_each,
+    optimizers_of_parameters,
     part_of,
     step_to_compile,
-    steps_by_hook,
     when_scaled,
 )
 from .state import mark_states, plain_names
 
 __all__ = [
+    "OptimizerOfEach",
     "accumulates",
     "accumulates_everywhere",
     "alias",
@@ -151,6 +153,7 @@ __all__ = [
     "group_exists",
     "group_store",
     "group_timeout",
+    "has_optimizer",
     "has_reduce_scatter",
     "has_step_hooks",
     "hooks_after_accumulation",
@@ -177,7 +180,7 @@ __all__ = [
     "on_compile",
     "on_frame",
     "only_inlined",
-    "optimizer_of_each",
+    "optimizers_of_parameters",
     "output_code_class",
     "output_descriptors",
     "part_of",
@@ -199,7 +202,6 @@ __all__ = [
     "spare_undefined",
     "stand_ins",
     "step_to_compile",
-    "steps_by_hook",
     "store_host",
     "task_id",
     "trace_artifact",

@@ -56,22 +56,24 @@ def step_to_compile(optimizer: Optimizer, name: str) -> Callable[[], None] | Non
     return None
 
 
-def steps_by_hook(parameter: Tensor) -> bool:
-    """Whether `torch.distributed.optim._apply_optimizer_in_backward` has a hook step an optimizer for a parameter."""
-    return parameter in _step_hooks()
+def optimizers_of_parameters() -> tuple[int, int]:
+    """Changes when `torch.distributed.optim._apply_optimizer_in_backward` gives parameters an optimizer; or (0, 0)."""
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return (0, 0) if module is None else (len(module.param_to_acc_grad_map), len(module.param_to_optim_hook_handle_map))
 
 
 class OptimizerOfEach(Optimizer):
     """Steps the optimizers that `_apply_optimizer_in_backward` gave to parameters, in place of the hooks that do so.
 
     Args:
-        parameters: that have such.
+        parameters: of which `has_optimizer` is true.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters, {})
+        hooks = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"].param_to_optim_hook_handle_map
         for parameter in _members(self):
-            for handle in _step_hooks().pop(parameter, ()):
+            for handle in hooks.pop(parameter, ()):
                 handle.remove()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -81,15 +83,9 @@ class OptimizerOfEach(Optimizer):
                 optimizer.step()
 
 
-def optimizer_of_each(parameters: Iterable[Tensor]) -> Optimizer | None:
-    """`OptimizerOfEach` for those of these parameters that have an optimizer; None if none has."""
-    having = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
-    return OptimizerOfEach(having) if having else None
-
-
-def _step_hooks() -> Any:
-    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    return {} if module is None else module.param_to_optim_hook_handle_map
+def has_optimizer(parameter: Tensor) -> bool:
+    """Whether `_apply_optimizer_in_backward` gave a parameter an optimizer."""
+    return hasattr(parameter, "_in_backward_optimizers")
 
 
 def note_step(optimizer: Optimizer) -> None:
