@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     optimizer_overlap_hooks,
     post_localSGD_hook,
     powerSGD_hook,
+    quantization_hooks,
 )
 from torch.distributed.optim.functional_sgd import _FunctionalSGD
 from torch.nn.parallel import DistributedDataParallel as Stock
@@ -257,6 +258,35 @@ def failing(rank: int, world: int) -> list[str]:
     backend.register_comm_hook(None, (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook)[rank])
     messages.append(str(error_of(lambda: loss_of(model, 0).backward())))
     return messages
+
+
+def _broken_in_torch(rank: int, world: int) -> list[str]:
+    """What hooks raise that torch ships and that do not run under its own wrapper here."""
+    messages = []
+    hooks: list[tuple[Any, Any]] = [
+        (lambda: dist.group.WORLD, quantization_hooks.quantization_pertensor_hook),
+        (lambda: dist.group.WORLD, quantization_hooks.quantization_perchannel_hook),
+        (power, powerSGD_hook.batched_powerSGD_hook),
+    ]
+    for make_state, hook in hooks:
+        for wrapper in (Stock, partial(fxddp.DistributedDataParallel, inner="aot_eager")):
+            model = wrapper(seeded(0, Mlp))
+            model.register_comm_hook(make_state(), hook)
+
+            def train(model: Any = model) -> None:
+                for i in range(3):
+                    loss_of(model, i).backward()
+
+            messages.append(str(error_of(train, hook.__name__)))
+            dist.barrier()
+    return messages
+
+
+def test_hooks_that_fail_under_torchs_wrapper_name_the_bucket(pool: Pool) -> None:
+    for messages in pool.run(_broken_in_torch, discard=True):
+        for stock, ours in zip(messages[::2], messages[1::2], strict=True):
+            assert "hook failed for bucket 0 (" in ours
+            assert all(line in ours for line in stock.splitlines()[-1:])
 
 
 def test_errors_of_hooks(pool: Pool):

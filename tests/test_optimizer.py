@@ -74,7 +74,6 @@ def trained(rank: int, world: int, kind: str, wraps: bool, inner: str) -> None:
     optimizer = optimizer_of(kind, module)
     options: dict[str, Any] = {"optimizer": optimizer, "inner": inner}
     model: Any
-    owner: Any
     if wraps:
         model = fxddp.DistributedDataParallel(module, bucket_cap_mb=SMALL, first_bucket_mb=SMALL, **options)
         backend = model.backend
