@@ -1,6 +1,6 @@
 """What autograd itself accumulates in one backward: gradients that no graph packed into a bucket.
 
-Hooks tell (`uncovered.py`), or the end of a backward where parameters have none (Note [coverage]). Hooks are called for
+Hooks tell (`watchers.py`), or the end of a backward where parameters have none (Note [coverage]). Hooks are called for
 all that went back through autograd, also for what graphs reduced and handed back, and for gradients that a graph left
 out; only the rest is news. News is averaged at the end of the backward (`ending.py`), or at once where others look at
 `.grad` next.

@@ -34,7 +34,7 @@ from .packing import empty_bucket, sparse_gradient
 from .passes.plan import Bucket
 from .rounds import Travelling
 from .stats import BackwardRecord
-from .uncovered import hook
+from .watchers import hook
 
 if TYPE_CHECKING:
     from .backend import Backend

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from . import _compat
-from .uncovered import Watchers, hook_waiting, watchers_of
+from .watchers import Watchers, hook_waiting, watchers_of
 
 _bare: dict[int, "Coverage"] = {}
 """Those whose parameters have no hooks, by id."""

@@ -1,17 +1,16 @@
 """Parameters that no compiled graph produced a gradient for: noticed by hooks, averaged at the end of the backward.
 
-A parameter can be used in an eager gap, in a frame Dynamo gave up on, or outside of the module. A hook on every known
-parameter tells when autograd itself accumulated into it; parameters nobody told us about are looked for when a set of
-parameters is seen for the first time.
+A parameter can be used in an eager gap, in a frame Dynamo gave up on, or outside of the module. A hook on each known
+parameter (`watchers.py`) tells when autograd itself accumulated into it; parameters nobody told us about are looked for
+when a set of parameters is seen for the first time.
 """
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
@@ -19,17 +18,11 @@ from torch.nn.parameter import is_lazy
 from . import _compat
 from .living import living
 from .replica import digest
+from .watchers import Watchers, watched, watchers_of
 
 if TYPE_CHECKING:
     from .backend import Backend
     from .group import Group
-
-_watchers: dict[int, "Watchers"] = {}
-"""By id of the parameter."""
-
-_waiting: list["Watchers"] = []
-"""Those that came since a backward began last."""
-
 
 _registered = itertools.count(1)
 _last_registered = 0
@@ -126,7 +119,7 @@ class Watch:
         running: list[Tensor] = [
             parameter
             for parameter in parameters
-            if not _watched(parameter)
+            if not watched(parameter)
             and not is_lazy(parameter)
             and parameter.requires_grad
             and parameter.is_leaf
@@ -134,7 +127,7 @@ class Watch:
         ]
         names = _relatives(modules, self._refs.keys() | set(map(id, running)))
         unknown = {id(p): p for p in running}
-        unknown |= {id(p): p for _, p in names.values() if not _watched(p) and _is_plain(p)}
+        unknown |= {id(p): p for _, p in names.values() if not watched(p) and _is_plain(p)}
         named = [(names[identity][0] if identity in names else "", p) for identity, p in unknown.items()]
         for name, parameter in _in_common_order(named):
             self.add(parameter, name)
@@ -160,111 +153,6 @@ class Watch:
         used = here.keys() | {id(tensor) for _, tensor in known if not tensor.requires_grad}
         named = [*known, *_in_common_order((here[id(p)], p) for p in parameters)]
         backend.replica.contact(named, group, send=backend.settings.init_sync, used=used)
-
-
-class Watchers:
-    """All that watch one parameter; keeps neither them nor the parameter alive.
-
-    One of them answers for it in a backward: one that averages there, else one that runs there, else the last to come.
-    The parameter has no hook before one is needed, see Note [coverage].
-    """
-
-    def __init__(self, parameter: Tensor) -> None:
-        identity = id(parameter)
-        self.parameter = weakref.ref(parameter, lambda _: _watchers.pop(identity, None))
-        self._watches: list[weakref.ref[Watch]] = []
-        self._hooked = False
-        self._claimed_by: Callable[[], None] | None = None
-        _watchers[identity] = self
-        _waiting.append(self)
-        if _compat.in_backward():
-            self.hook()
-
-    def add(self, watch: Watch) -> None:
-        """Has one more answer."""
-        self._watches = [reference for reference in self._watches if reference() is not None]
-        self._watches.append(weakref.ref(watch))
-
-    def alive(self) -> list[Watch]:
-        """Those that are still there, the last to come first."""
-        return [watch for reference in reversed(self._watches) if (watch := reference()) is not None]
-
-    def claim(self, end: Callable[[], None]) -> bool:
-        """Goes without a hook from now on, unless there is one, or a need for one; whether it does.
-
-        Args:
-            end: is called where a hook is needed.
-        """
-        if self._hooked or self._claimed_by is not None:
-            return False
-        self._claimed_by = end
-        return True
-
-    def hook(self) -> None:
-        """Has a hook notice what autograd accumulates, before the user's own hooks."""
-        parameter = self.parameter()
-        if self._hooked or parameter is None:
-            return
-        self._hooked = True
-        frozen = not parameter.requires_grad
-        if frozen:  # a hook can only be put on a parameter that requires grad; it stays when that is taken back
-            parameter.requires_grad_(True)
-        handle = parameter.register_post_accumulate_grad_hook(_hook(self))
-        if frozen:
-            parameter.requires_grad_(False)
-        _compat.put_first(_compat.hooks_after_accumulation(parameter), handle.id)
-        end, self._claimed_by = self._claimed_by, None
-        if end is not None:
-            end()
-
-    def hook_unless_claimed(self) -> None:
-        """`hook`, where nothing else answers for the parameter."""
-        if self._claimed_by is None:
-            self.hook()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
-    def accumulated(self, parameter: Tensor) -> None:
-        """Has one of them note what autograd accumulated."""
-        watches = self.alive()
-        if watches:
-            (watches[0] if len(watches) == 1 else max(watches, key=Watch.concern)).accumulated(parameter)
-
-
-def hook(parameter: Tensor) -> None:
-    """Has a hook on a watched parameter from now on."""
-    watchers = watchers_of(parameter)
-    if watchers is not None:
-        watchers.hook()
-
-
-def hook_waiting() -> None:
-    """Hooks for all parameters that nothing else answers for: a backward begins."""
-    while _waiting:
-        _waiting.pop().hook_unless_claimed()
-
-
-def _hook(watchers: Watchers) -> Callable[[Tensor], None]:
-    """The hook on a watched parameter.
-
-    Autograd calls it for every parameter in every backward, most of which have no gradient then.
-    """
-
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            watchers.accumulated(parameter)
-
-    return torch.compiler.disable(hook, recursive=False)  # type: ignore[no-any-return]  # costs nothing when called
-
-
-def watchers_of(parameter: Tensor) -> Watchers | None:
-    """Those that watch a parameter."""
-    found = _watchers.get(id(parameter))
-    return found if found is not None and found.parameter() is parameter else None
-
-
-def _watched(parameter: Tensor) -> bool:
-    watchers = watchers_of(parameter)
-    return watchers is not None and bool(watchers.alive())
 
 
 def _relatives(modules: Sequence[nn.Module], family: AbstractSet[int]) -> dict[int, tuple[str, Tensor]]:

@@ -1,0 +1,126 @@
+"""The hook of a parameter, which notices what autograd accumulates, and the backends that share it."""
+
+import weakref
+from collections.abc import Callable
+from operator import methodcaller
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import _compat
+
+if TYPE_CHECKING:
+    from .uncovered import Watch
+
+_watchers: dict[int, "Watchers"] = {}
+"""By id of the parameter."""
+
+_waiting: list["Watchers"] = []
+"""Those that came since a backward began last."""
+
+
+class Watchers:
+    """All that watch one parameter; keeps neither them nor the parameter alive.
+
+    One of them answers for it in a backward: one that averages there, else one that runs there, else the last to come.
+    The parameter has no hook before one is needed, see Note [coverage].
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        identity = id(parameter)
+        self.parameter = weakref.ref(parameter, lambda _: _watchers.pop(identity, None))
+        self._watches: list[weakref.ref[Watch]] = []
+        self._hooked = False
+        self._claimed_by: Callable[[], None] | None = None
+        _watchers[identity] = self
+        _waiting.append(self)
+        if _compat.in_backward():
+            self.hook()
+
+    def add(self, watch: "Watch") -> None:
+        """Has one more answer."""
+        self._watches = [reference for reference in self._watches if reference() is not None]
+        self._watches.append(weakref.ref(watch))
+
+    def alive(self) -> list["Watch"]:
+        """Those that are still there, the last to come first."""
+        return [watch for reference in reversed(self._watches) if (watch := reference()) is not None]
+
+    def claim(self, end: Callable[[], None]) -> bool:
+        """Goes without a hook from now on, unless there is one, or a need for one; whether it does.
+
+        Args:
+            end: is called where a hook is needed.
+        """
+        if self._hooked or self._claimed_by is not None:
+            return False
+        self._claimed_by = end
+        return True
+
+    def hook(self) -> None:
+        """Has a hook notice what autograd accumulates, before the user's own hooks."""
+        parameter = self.parameter()
+        if self._hooked or parameter is None:
+            return
+        self._hooked = True
+        frozen = not parameter.requires_grad
+        if frozen:  # a hook can only be put on a parameter that requires grad; it stays when that is taken back
+            parameter.requires_grad_(True)
+        handle = parameter.register_post_accumulate_grad_hook(_hook(self))
+        if frozen:
+            parameter.requires_grad_(False)
+        _compat.put_first(_compat.hooks_after_accumulation(parameter), handle.id)
+        end, self._claimed_by = self._claimed_by, None
+        if end is not None:
+            end()
+
+    def hook_unless_claimed(self) -> None:
+        """`hook`, where nothing else answers for the parameter."""
+        if self._claimed_by is None:
+            self.hook()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
+    def accumulated(self, parameter: Tensor) -> None:
+        """Has one of them note what autograd accumulated."""
+        watches = self.alive()
+        if watches:
+            (watches[0] if len(watches) == 1 else max(watches, key=methodcaller("concern"))).accumulated(parameter)
+
+
+def hook(parameter: Tensor) -> None:
+    """Has a hook on a watched parameter from now on."""
+    watchers = watchers_of(parameter)
+    if watchers is not None:
+        watchers.hook()
+
+
+def hook_waiting() -> None:
+    """Hooks for all parameters that nothing else answers for: a backward begins."""
+    while _waiting:
+        _waiting.pop().hook_unless_claimed()
+
+
+def _hook(watchers: Watchers) -> Callable[[Tensor], None]:
+    """The hook on a watched parameter.
+
+    Autograd calls it for every parameter in every backward, most of which have no gradient then.
+    """
+
+    def hook(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            watchers.accumulated(parameter)
+
+    return torch.compiler.disable(hook, recursive=False)  # type: ignore[no-any-return]  # costs nothing when called
+
+
+def watchers_of(parameter: Tensor) -> Watchers | None:
+    """Those that watch a parameter."""
+    found = _watchers.get(id(parameter))
+    return found if found is not None and found.parameter() is parameter else None
+
+
+def watched(parameter: Tensor) -> bool:
+    """Whether anything watches a parameter."""
+    watchers = watchers_of(parameter)
+    return watchers is not None and bool(watchers.alive())
