@@ -20,7 +20,9 @@ NORMALIZATIONS = frozenset(
         *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
     )
 )
-"""What computes with the statistics of its batch, not with its buffers, in training."""
+"""What computes with the statistics of its batch, not with its running ones, in training."""
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 Kind = tuple[type[nn.Module], int]
 """What one graph may serve several modules of: their class and how many parameters and buffers they have."""
@@ -122,7 +124,8 @@ class Modules:
             id(buffer)
             for layer in layers
             if layer.training and type(layer).forward in NORMALIZATIONS
-            for buffer in layer.buffers(recurse=False)
+            for name, buffer in layer.named_buffers(recurse=False)
+            if name in STATISTICS
         }
 
     def _alive(self) -> list[nn.Module]:

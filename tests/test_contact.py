@@ -488,6 +488,15 @@ class Renormalised(nn.BatchNorm1d):
         return super().forward(x) - self.get_buffer("running_mean")
 
 
+class Scaled(nn.BatchNorm1d):
+    """Torch's own forward, and a buffer beside its statistics that a hook computes with."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.register_buffer("scale", torch.ones(features))
+        self.register_forward_hook(lambda norm, _, y: y * norm.scale)
+
+
 def running_statistics(rank: int, world: int) -> None:
     for where in ("disabled", "alone"):
         module = seeded(0, partial(Normalised, where))
@@ -513,11 +522,11 @@ def a_momentum_encoder(rank: int, world: int) -> None:
 
 def statistics_computed_with(rank: int, world: int, how: str) -> str:
     module = seeded(0, lambda: Normalised("disabled"))
-    if how == "in training":
-        module.norm = Renormalised(8)
-    else:
+    if how == "in evaluation":
         module.norm.eval()
-    module.norm.running_mean.fill_(rank)
+    else:
+        module.norm = Scaled(8) if how == "beside" else Renormalised(8)
+    module.norm.get_buffer("scale" if how == "beside" else "running_mean").fill_(rank)
     return str(error_of(lambda: loss_of(compiled(module)[0], 0).backward()))
 
 
@@ -526,10 +535,11 @@ def test_running_statistics_of_eager_normalisations(pool: Pool):
     pool.run(a_momentum_encoder)
 
 
-@pytest.mark.parametrize("how", ["in evaluation", "in training"])
+@pytest.mark.parametrize("how", ["in evaluation", "in training", "beside"])
 def test_different_statistics_that_were_computed_with_are_refused(pool: Pool, how: str):
+    name = "scale" if how == "beside" else "running_mean"
     for message in pool.run(statistics_computed_with, how):
-        assert "norm.running_mean on rank 1 differs from rank 0's" in message
+        assert f"norm.{name} on rank 1 differs from rank 0's" in message
 
 
 class Regional(nn.Module):
