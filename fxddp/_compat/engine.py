@@ -1,9 +1,11 @@
 """Autograd's engine: what a backward was asked for, and who is told when one begins.
 
 Checked on torch 2.11.0, 2.13.0 and 2.14.1: every backward that Python starts goes through
-`Variable._execution_engine.run_backward`. Those started in C++ do not, and are asked about leaf by leaf.
+`Variable._execution_engine.run_backward`. Those started in C++, as by TorchScript's `backward`, do not, and are asked
+about leaf by leaf.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import itemgetter
@@ -13,12 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from .autograd import task_id
+from .autograd import compiled_autograd_enabled, task_id
 
 _first = itemgetter(0)
 _observers: list[Callable[[bool], None]] = []
 _begun: dict[int, bool] = {}
 """Of running backwards that were seen to begin, by task: whether they accumulate in some leaves only."""
+_telling = threading.RLock()
+"""Held until observers are through: autograd has a thread for each device, and none may go on before."""
+
 _EngineClass: Any = type(Variable._execution_engine)
 
 executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
@@ -29,7 +34,7 @@ def observe_backwards(observer: Callable[[bool], None]) -> None:
     """Has a function called when a backward that accumulates begins, before autograd accumulates anything in it.
 
     It is called from within the backward, with True, so that it may ask what `executes`; or with False, before the
-    backward begins, where a leaf is among what the backward starts from.
+    backward begins, where a leaf is among what the backward starts from, or compiled autograd would trace that call.
     """
     if not isinstance(Variable._execution_engine, _Engine):
         Variable._execution_engine = _Engine()
@@ -46,29 +51,37 @@ class _Begun:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
     def __call__(self, *_: object) -> None:
-        if self.task < 0:
-            self.task = task_id()
-            _begun[self.task] = self._restricted
-            for observer in _observers:
-                observer(True)
+        with _telling:
+            if self.task < 0:
+                self.task = task_id()
+                _begun[self.task] = self._restricted
+                _tell(inside=True)
+
+
+def _tell(*, inside: bool) -> None:
+    with _telling:
+        for observer in _observers:
+            observer(inside)
 
 
 class _Engine(_EngineClass):  # type: ignore[misc]
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what is called may be compiled
-    def run_backward(self, roots: Sequence[Any], *arguments: Any, **options: Any) -> Any:
+    def run_backward(self, tensors: Sequence[Any], *arguments: Any, **options: Any) -> Any:
         """As the engine's, which takes: gradients, keep_graph, create_graph, inputs, allow_unreachable, accumulates."""
         inputs = arguments[3] if len(arguments) > 3 else options.get("inputs")
         accumulates = arguments[5] if len(arguments) > 5 else options.get("accumulate_grad")
         if not accumulates:
-            return super().run_backward(roots, *arguments, **options)
+            return super().run_backward(tensors, *arguments, **options)
+        if compiled_autograd_enabled():
+            _tell(inside=False)
+            return super().run_backward(tensors, *arguments, **options)
         begun = _Begun(restricted=bool(inputs))
-        nodes = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+        nodes = [root.grad_fn if isinstance(root, Tensor) else root.node for root in tensors]
         if None in nodes:
-            for observer in _observers:
-                observer(False)
+            _tell(inside=False)
         handles = [node.register_prehook(begun) for node in nodes if node is not None]
         try:
-            return super().run_backward(roots, *arguments, **options)
+            return super().run_backward(tensors, *arguments, **options)
         finally:
             _begun.pop(begun.task, None)
             for handle in handles:
