@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _watchers: dict[int, "Watchers"] = {}
 """By id of the parameter."""
 
-_waiting: list["Watchers"] = []
-"""Those that came since a backward began last."""
+_waiting: dict[int, "Watchers"] = {}
+"""Those that came since a backward began last, and those of what was no leaf then; by id of the parameter."""
 
 
 class Watchers:
@@ -29,12 +29,17 @@ class Watchers:
 
     def __init__(self, parameter: Tensor) -> None:
         identity = id(parameter)
-        self.parameter = weakref.ref(parameter, lambda _: _watchers.pop(identity, None))
+
+        def forget(_: object) -> None:
+            _watchers.pop(identity, None)
+            _waiting.pop(identity, None)
+
+        self.parameter = weakref.ref(parameter, forget)
         self._watches: list[weakref.ref[Watch]] = []
         self._hooked = False
         self._claimed_by: Callable[[], None] | None = None
         _watchers[identity] = self
-        _waiting.append(self)
+        _waiting[identity] = self
         if _compat.in_backward():
             self.hook()
 
@@ -59,11 +64,20 @@ class Watchers:
         return True
 
     def hook(self) -> None:
-        """Has a hook notice what autograd accumulates, before the user's own hooks."""
+        """Has a hook notice what autograd accumulates, before the user's own hooks; as soon as it is a leaf."""
         parameter = self.parameter()
         if self._hooked or parameter is None:
             return
-        self._hooked = True
+        if parameter.is_leaf:
+            self._hooked = True
+            self._register(parameter)
+        else:
+            _waiting[id(parameter)] = self
+        end, self._claimed_by = self._claimed_by, None
+        if end is not None:
+            end()
+
+    def _register(self, parameter: Tensor) -> None:
         frozen = not parameter.requires_grad
         if frozen:  # a hook can only be put on a parameter that requires grad; it stays when that is taken back
             parameter.requires_grad_(True)
@@ -71,9 +85,6 @@ class Watchers:
         if frozen:
             parameter.requires_grad_(False)
         _compat.put_first(_compat.hooks_after_accumulation(parameter), handle.id)
-        end, self._claimed_by = self._claimed_by, None
-        if end is not None:
-            end()
 
     def hook_unless_claimed(self) -> None:
         """`hook`, where nothing else answers for the parameter."""
@@ -97,8 +108,10 @@ def hook(parameter: Tensor) -> None:
 
 def hook_waiting() -> None:
     """Hooks for all parameters that nothing else answers for: a backward begins."""
-    while _waiting:
-        _waiting.pop().hook_unless_claimed()
+    for identity in list(_waiting):
+        watchers = _waiting.pop(identity, None)
+        if watchers is not None:
+            watchers.hook_unless_claimed()
 
 
 def _hook(watchers: Watchers) -> Callable[[Tensor], None]:
