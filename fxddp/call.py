@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _compat, executor, next_forward
-from .coverage import Coverage
+from .coverage import Coverage, coverage_of
 from .decision import GRAPH, Event
 from .group import Group
 from .passes.plan import BucketPlan
@@ -71,7 +71,7 @@ class Binding:
         """A forward ran, whose backward will execute this node and pack buckets by this plan."""
         if self.coverage is None:
             packed = () if plan is None else chain.from_iterable(self.by_bucket(plan, call.parameters))
-            self.coverage = Coverage(packed)
+            self.coverage = coverage_of(packed, call.backend)
         self.coverage.expect(node)
 
     def uncover(self) -> None:

@@ -6,7 +6,9 @@ long as each backward that begins will execute the node of the graph's last forw
 usual way there: the node takes what `.grad` held, so what is there at the end was accumulated elsewhere. They get
 hooks, for good and before autograd accumulates anything, in the first backward that does not execute that node, which
 is asked when it begins; or that takes another way through it, which is known before the node hands on to the
-parameters. What no graph answers for gets its hook when the first backward begins.
+parameters. What no graph answers for gets its hook when the first backward begins. Graphs of one backend that pack
+the same parameters, such as one for each batch size, are one in this: each forward's node is the last one's then.
+A backward that C++ starts, and that comes through no graph, is not seen to begin: there only hooks notice.
 """
 
 import weakref
@@ -14,40 +16,44 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from . import _compat
 from .watchers import Watchers, hook_waiting, watchers_of
 
-_bare: dict[int, "Coverage"] = {}
-"""Those whose parameters have no hooks, by id."""
+if TYPE_CHECKING:
+    from .backend import Backend
+
+_bare: "weakref.WeakValueDictionary[frozenset[int], Coverage]" = weakref.WeakValueDictionary()
+"""Those whose parameters have no hooks, by the ids of the backend and of the parameters' watchers."""
 
 _grad = attrgetter("grad")
 
 
 class Coverage:
-    """Whether the parameters of one graph go without hooks.
+    """Whether the parameters that graphs pack go without hooks.
 
     Attributes:
         bare: they do.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, key: frozenset[int], watchers: Sequence[Watchers]) -> None:
         self.bare = False
+        self._key = key
         self._node: weakref.ref[Any] | None = None
         self._watchers: list[Watchers] = []
-        self._claim([watchers for p in parameters if (watchers := watchers_of(p)) is not None])
+        self._claim(watchers)
 
     def _claim(self, watchers: Sequence[Watchers]) -> None:
-        if not all(each.claim(self.end) for each in watchers):
+        if not (watchers and all(each.claim(self.end) for each in watchers)):
             for each in watchers:
                 each.hook()
             return
         self._watchers = list(watchers)
         self.bare = True
-        _bare[id(self)] = self
+        _bare[self._key] = self
 
     def expect(self, node: Any) -> None:
         """A forward ran, and this is the node that its backward will execute."""
@@ -61,10 +67,17 @@ class Coverage:
     def end(self) -> None:
         """From now on hooks notice what autograd accumulates in the parameters."""
         self.bare = False
-        _bare.pop(id(self), None)
+        _bare.pop(self._key, None)
         watchers, self._watchers = self._watchers, []
         for each in watchers:
             each.hook()
+
+
+def coverage_of(parameters: Iterable[Tensor], backend: "Backend") -> Coverage:
+    """That of the parameters that a graph packs; the same for all graphs of a backend that pack these."""
+    watchers = [watchers for p in parameters if (watchers := watchers_of(p)) is not None]
+    key = frozenset(map(id, (backend, *watchers)))
+    return _bare.get(key) or Coverage(key, watchers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +106,9 @@ def end_all() -> None:
 
 def _begins(inside: bool) -> None:
     hook_waiting()
-    for coverage in list(_bare.values()):
-        if not (inside and coverage.executes()):
+    for reference in _bare.valuerefs():
+        coverage = reference()
+        if coverage is not None and not (inside and coverage.executes()):
             coverage.end()
 
 

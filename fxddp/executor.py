@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import starmap
+from itertools import chain, starmap
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -194,7 +194,7 @@ def _exceptions(program: Program, call: "Call") -> Exceptions:
         and not call.binding.foreign
         and all(map(_requires_grad, parameters))
         and not any(map(_tensor_hooks, parameters))
-        and not _hooked_accumulation(call)
+        and not _hooked_accumulation(program, call)
     )
     if usual:
         return NO_EXCEPTIONS
@@ -224,9 +224,9 @@ def _exceptions(program: Program, call: "Call") -> Exceptions:
     return found
 
 
-def _hooked_accumulation(call: "Call") -> bool:
-    """Whether the user hooked the accumulation of some parameters; where they have no hook of ours, any is his."""
-    hooks = map(_accumulation_hooks, call.parameters)
+def _hooked_accumulation(program: Program, call: "Call") -> bool:
+    """Whether the user hooked the accumulation of what is packed; where that has no hook of ours, any is his."""
+    hooks = map(_accumulation_hooks, chain.from_iterable(call.parameters_by_bucket(program.plan)))
     if call.binding.bare:
         return any(hooks)
     return max(map(len, filter(None, hooks)), default=0) > 1

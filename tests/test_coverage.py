@@ -1,6 +1,7 @@
 """Parameters whose gradients graphs pack go without hooks, and nothing goes unnoticed all the same."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxddp
+from fxddp._compat import engine
+from fxddp.watchers import Watchers
 from tests.live.lab import (
     Gradients,
     Mlp,
@@ -159,6 +162,22 @@ def _frozen_and_thawed(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
     return average(local_gradients(module, _norm))
 
 
+def _other_graphs(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
+    def loss(m: Any) -> Tensor:
+        return m(data(1, 5, 8)).square().mean() + _norm(m)
+
+    torch._dynamo.reset()
+    for rows in (6, 5, 7, 5):
+        module.zero_grad()
+        model(data(1, rows, 8)).square().mean().backward()
+    left = model(data(1, 7, 8))
+    module.zero_grad()
+    loss(model).backward()
+    del left
+    expect(_hooks(module) == 0, "no hooks: each packs what the others pack")
+    return average(local_gradients(module, loss))
+
+
 def _another_backend(model: Any, module: Mlp, _: fxddp.Backend) -> Gradients:
     def loss(m: Any, product: Any) -> Tensor:
         return loss_of(m, 1) + loss_of(product, 2) + _norm(m)
@@ -197,6 +216,7 @@ UNUSUAL: tuple[Callable[[Any, Mlp, fxddp.Backend], Gradients], ...] = (
     _users_hook,
     _users_tensor_hook,
     _frozen_and_thawed,
+    _other_graphs,
     _another_backend,
 )
 
@@ -237,3 +257,90 @@ def _other_models(rank: int, world: int) -> None:
 
 def test_hooks_come_with_a_backward_of_another_model(pool: Pool) -> None:
     pool.run(_other_models)
+
+
+class Partly(nn.Module):
+    """A parameter of the graph that gets no gradient there, and one that trains nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.scale = nn.Linear(8, 4), nn.Parameter(torch.ones(4))
+        self.fast = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x) * self.scale.detach()
+
+
+def _partly(rank: int, world: int) -> None:
+    module = seeded(0, Partly)
+    model, _ = compiled(module)
+
+    def loss(m: Any) -> Tensor:
+        return loss_of(m, 1) + (getattr(m, "_orig_mod", m).scale * data(2, 4)).sum()
+
+    for _ in range(2):
+        module.zero_grad()
+        result = loss(model)
+        module.fast.copy_(data(3, 4).requires_grad_())  # no leaf now
+        (result + module.fast.sum()).backward()
+        module.fast.detach_()
+    expect(bool(module.scale._post_accumulate_grad_hooks), "what the graph has no gradient for has a hook")
+    expect(_hooks(module) == 1, "and nothing else has")
+    expect_equal(gradients(module), average(local_gradients(module, loss)), "gradients")
+    module.fast.requires_grad_()
+    module.zero_grad()
+
+    def last(m: Any) -> Tensor:
+        return loss(m) + (getattr(m, "_orig_mod", m).fast * data(4, 4)).sum()
+
+    last(model).backward()
+    expect_equal(gradients(module), average(local_gradients(module, last)), "it is a leaf again")
+
+
+def test_parameters_that_no_graph_answers_for(pool: Pool) -> None:
+    pool.run(_partly)
+
+
+def _never_trained(rank: int, world: int) -> None:
+    def watchers() -> int:
+        gc.collect()
+        return sum(type(thing) is Watchers for thing in gc.get_objects())
+
+    before = watchers()
+    model, _ = compiled(seeded(0, Mlp))
+    loss_of(model, 0)
+    expect(watchers() > before, "parameters are watched")
+    del model
+    torch._dynamo.reset()
+    expect(watchers() <= before, "nothing is left of a model that is gone")
+
+
+def test_a_model_without_a_backward_leaves_nothing_behind(pool: Pool) -> None:
+    pool.run(_never_trained)
+
+
+def test_compiled_autograd_of_other_models_traces_nothing_of_ours() -> None:
+    model = nn.Linear(4, 4)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        model(torch.ones(2, 4)).sum().backward()
+    torch.testing.assert_close(model.weight.grad, torch.full((4, 4), 2.0))
+
+
+def test_no_thread_of_a_backward_goes_on_before_hooks_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, where each has a thread and a backward may begin on several."""
+    begun = engine._Begun(restricted=False)
+    other = threading.Thread(target=begun)
+    early: list[bool] = []
+
+    def observer(_: bool) -> None:
+        if begun.task >= 0 and not early:
+            other.start()
+            other.join(0.2)
+            early.append(not other.is_alive())
+
+    monkeypatch.setattr(engine, "_observers", [observer])
+    loss = torch.ones(2, requires_grad=True).sum()
+    loss.grad_fn.register_prehook(begun)  # type: ignore[union-attr]
+    loss.backward()
+    other.join()
+    assert early == [False]
