@@ -99,9 +99,7 @@ class Watch:
         return -1 if backend is None else backend.concern()
 
     def accumulated(self, parameter: Tensor) -> None:
-        """Called after autograd's accumulation into a watched parameter, whether or not there was a gradient."""
-        if parameter.grad is None:
-            return
+        """Called after autograd has accumulated into a watched parameter."""
         backend = self._backend()
         if backend is None or (backend.lookup() is None and backend.registered.optimizer is None):
             return
