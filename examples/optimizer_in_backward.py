@@ -1,11 +1,13 @@
 """Train with the optimizer in the backward: a parameter is updated when its bucket has arrived, while others travel.
 
-    torchrun --nproc-per-node 2 examples/optimizer_in_backward.py              # fxddp.backend(optimizer=…)
-    torchrun --nproc-per-node 2 examples/optimizer_in_backward.py --wrapper    # _register_fused_optim of DDP's
+    torchrun --nproc-per-node 2 examples/optimizer_in_backward.py                 # fxddp.backend(optimizer=…)
+    torchrun --nproc-per-node 2 examples/optimizer_in_backward.py --wrapper       # _register_fused_optim of DDP's
+    torchrun --nproc-per-node 2 examples/optimizer_in_backward.py --next-forward  # overlap="next_forward"
 
 The same model is then trained with `optimizer.step()` after the backward, and the weights are compared. No gradient is
 left after the backward: they are not kept longer than their update takes. Schedules, `no_sync` and the optimizer's
-`state_dict` work as ever; clipping and a `GradScaler` look at gradients before the step and are refused.
+`state_dict` work as ever; clipping and a `GradScaler` look at gradients before the step and are refused. With
+`--next-forward` the waits and updates move into the forward of the next step; `synchronize` ends the last one.
 """
 
 import argparse
@@ -48,9 +50,12 @@ def train(model: Callable[[Tensor], Tensor], after: Callable[[], None], steps: i
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train with the optimizer in the backward.")
     parser.add_argument("--wrapper", action="store_true", help="with fxddp.DistributedDataParallel")
+    parser.add_argument("--next-forward", action="store_true", help="wait for buckets in the next forward")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--inner", choices=["inductor", "aot_eager"], default="inductor", help="compiles the graphs")
     args = parser.parse_args()
+    if args.wrapper and args.next_forward:
+        raise SystemExit("overlap needs optimizer=…, which the wrapper takes as well: here it is shown without")
     if "WORLD_SIZE" not in os.environ:
         raise SystemExit("start it with torchrun --nproc-per-node 2 examples/optimizer_in_backward.py")
     dist.init_process_group("gloo")
@@ -64,8 +69,10 @@ def main() -> None:
         backend: fxddp.Backend = wrapped.backend
     else:
         optimizer = torch.optim.AdamW(module.parameters(), 0.01)
-        backend = fxddp.backend(MIB, first_bucket_mb=MIB, inner=args.inner, optimizer=optimizer)
+        overlap = "next_forward" if args.next_forward else None
+        backend = fxddp.backend(MIB, first_bucket_mb=MIB, inner=args.inner, optimizer=optimizer, overlap=overlap)
         train(torch.compile(module, backend=backend), lambda: None, args.steps)
+        backend.synchronize()
     left = sum(parameter.grad is not None for parameter in module.parameters())
 
     # updated after the backward

@@ -929,7 +929,7 @@ def test_wrong_arguments(make: Callable[[], object], message: str):
 @pytest.mark.parametrize("kind", ["fp16", "Int8"])
 def test_two_hooks_are_refused(kind: str):
     backend = small_backend(comm_hook=CODECS[kind]() if kind in CODECS else kind)
-    with pytest.raises(RuntimeError, match=rf"can only be called once: this backend has {kind}"):
+    with pytest.raises(RuntimeError, match=rf"can only be called once. This backend has {kind}"):
         backend.register_comm_hook(None, lambda state, bucket: None)
     with pytest.raises(TypeError, match="must be callable"):
         small_backend().register_comm_hook(None, fxddp.Int8())  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import pytest
 from tests.live.programs import run_example, run_without_launcher
 
 
-@pytest.mark.parametrize("arguments", [[], ["--wrapper"]])
+@pytest.mark.parametrize("arguments", [[], ["--wrapper"], ["--next-forward"]])
 def test_the_weights_of_a_step_after_the_backward(arguments: list[str]):
     done = run_example("optimizer_in_backward.py", "--inner", "aot_eager", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
