@@ -271,8 +271,8 @@ class Backend:
         Args:
             state: passed to every call.
             hook: `(state, bucket) -> Future[Tensor]`; the bucket has the methods of `torch.distributed.GradBucket`, its
-                buffer the local gradients: flat, of one dtype and at most `bucket_mb` MiB, not divided. What the future
-                holds, as many elements, becomes the gradients.
+                buffer the local gradients: flat, of one dtype and at most `bucket_mb` MiB, not divided; complex ones as
+                pairs of real numbers. What the future holds, as many elements, becomes the gradients.
 
         Raises:
             RuntimeError: there is one already, or a codec, or several groups or steps.

@@ -31,7 +31,11 @@ Future = torch.futures.Future[torch.Tensor]
 
 
 class GradBucket:
-    """A bucket as a hook sees it, with the methods of `torch.distributed.GradBucket`."""
+    """A bucket as a hook sees it, with the methods of `torch.distributed.GradBucket`.
+
+    As there, the buffer of complex gradients holds real numbers, twice as many: a hook that casts to 16 bits would
+    lose the imaginary parts, and collectives give real results.
+    """
 
     def __init__(self, buffer: Tensor, parameters: Sequence[Tensor], index: int, *, is_last: bool) -> None:
         self._buffer = buffer
@@ -44,8 +48,11 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, in the parameters' shapes."""
-        return places_in(self._buffer, self._parameters)
+        """Views of the buffer, in the parameters' shapes, and one dimension of 2 more where these are complex."""
+        if not self._parameters[0].is_complex():
+            return places_in(self._buffer, self._parameters)
+        pairs = torch.view_as_complex(self._buffer.view(-1, 2))
+        return [torch.view_as_real(place) for place in places_in(pairs, self._parameters)]
 
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of their gradients."""
@@ -100,7 +107,9 @@ class HookWork:
         if isinstance(result, (list, tuple)) and len(result) == 1:
             result = result[0]
         if not isinstance(result, Tensor) or result.numel() != self._flat.numel():
-            raise self._failed(TypeError(f"it must give a future of a tensor like the buffer, not of {result!r}"))
+            found = f"{tuple(result.shape)}" if isinstance(result, Tensor) else f"{result!r:.80}"
+            like = f"the buffer, of {self._flat.numel()} elements"
+            raise self._failed(TypeError(f"it must give a future of a tensor like {like}, not of {found}"))
         if result.data_ptr() != self._flat.data_ptr():
             self._flat.copy_(result.reshape(-1))
 
@@ -155,6 +164,7 @@ class CommHook:
             return Failed(f"communication hook {self.name} failed for bucket {index} ({names(members)}): {error}")
 
         travels(flat.nbytes)
+        flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         last = None if self._last is None else self._last()  # of this graph or another
         if last is not None and self._hook not in SINGLE and group.backend_name == "gloo":
             # even if it is done: had it failed, all ranks must stop at this one

@@ -58,7 +58,10 @@ class Registered:
     def update_by(self, optimizer: Optimizer) -> None:
         """Has this update its parameters; see `Backend.register_optimizer`."""
         if self.optimizer is not None:
-            raise RuntimeError(f"this backend updates parameters with {self.optimizer.name} already")
+            raise RuntimeError(
+                f"this backend updates parameters with {self.optimizer.name} already: use parameter groups of one "
+                "optimizer, or _apply_optimizer_in_backward, which takes several"
+            )
         self.optimizer = OptimizerInBackward(optimizer, compiles=self._settings.inductor)
 
     def take_over_optimizers(self, watch: "Watch") -> None:

@@ -633,7 +633,7 @@ def _with_hook(optimizer: Optimizer) -> Optimizer:
 def test_two_optimizers_are_refused():
     module = Mlp()
     backend = fxddp.backend(optimizer=optimizer_of("SGD", module))
-    with pytest.raises(RuntimeError, match="with SGD already"):
+    with pytest.raises(RuntimeError, match="with SGD already: use parameter groups"):
         backend.register_optimizer(optimizer_of("SGD", module))
 
 
