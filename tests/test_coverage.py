@@ -328,19 +328,19 @@ def test_compiled_autograd_of_other_models_traces_nothing_of_ours() -> None:
 
 def test_no_thread_of_a_backward_goes_on_before_hooks_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs, where each has a thread and a backward may begin on several."""
-    begun = engine._Begun(restricted=False)
-    other = threading.Thread(target=begun)
+    loss = torch.ones(2, requires_grad=True).sum()
+    beginning = engine._Beginning([loss], restricted=False)
+    other = threading.Thread(target=beginning)
     early: list[bool] = []
 
     def observer(_: bool) -> None:
-        if begun.task >= 0 and not early:
+        if not early:
             other.start()
             other.join(0.2)
             early.append(not other.is_alive())
 
     monkeypatch.setattr(engine, "_observers", [observer])
-    loss = torch.ones(2, requires_grad=True).sum()
-    loss.grad_fn.register_prehook(begun)  # type: ignore[union-attr]
     loss.backward()
     other.join()
+    beginning.over()
     assert early == [False]

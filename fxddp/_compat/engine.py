@@ -42,20 +42,39 @@ def observe_backwards(observer: Callable[[bool], None]) -> None:
         _observers.append(observer)
 
 
-class _Begun:
-    """A hook on the nodes a backward starts from; counts once."""
+class _Beginning:
+    """A hook on the nodes that a backward starts from; counts once.
 
-    def __init__(self, *, restricted: bool) -> None:
-        self.task = -1
-        self._restricted = restricted
+    Args:
+        tensors: what the backward starts from.
+        restricted: it accumulates in some leaves only.
+    """
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
+    def __init__(self, tensors: Sequence[Any], *, restricted: bool) -> None:
+        self._task = -1
+        self._restricted = restricted
+        nodes = [tensor.grad_fn if isinstance(tensor, Tensor) else tensor.node for tensor in tensors]
+        if compiled_autograd_enabled():
+            nodes = [None]
+        if None in nodes:
+            _tell(inside=False)
+        self._handles = [node.register_prehook(self) for node in nodes if node is not None]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *_: object) -> None:
         with _telling:
-            if self.task < 0:
-                self.task = task_id()
-                _begun[self.task] = self._restricted
+            if self._task < 0:
+                self._task = task_id()
+                _begun[self._task] = self._restricted
                 _tell(inside=True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def over(self) -> None:
+        """The backward is over."""
+        _begun.pop(self._task, None)
+        for handle in self._handles:
+            handle.remove()
 
 
 def _tell(*, inside: bool) -> None:
@@ -72,20 +91,11 @@ class _Engine(_EngineClass):  # type: ignore[misc]
         accumulates = arguments[5] if len(arguments) > 5 else options.get("accumulate_grad")
         if not accumulates:
             return super().run_backward(tensors, *arguments, **options)
-        if compiled_autograd_enabled():
-            _tell(inside=False)
-            return super().run_backward(tensors, *arguments, **options)
-        begun = _Begun(restricted=bool(inputs))
-        nodes = [root.grad_fn if isinstance(root, Tensor) else root.node for root in tensors]
-        if None in nodes:
-            _tell(inside=False)
-        handles = [node.register_prehook(begun) for node in nodes if node is not None]
+        beginning = _Beginning(tensors, restricted=bool(inputs))
         try:
             return super().run_backward(tensors, *arguments, **options)
         finally:
-            _begun.pop(begun.task, None)
-            for handle in handles:
-                handle.remove()
+            beginning.over()
 
 
 def seen_to_begin() -> bool:
