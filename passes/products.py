@@ -115,7 +115,7 @@ def _find(scaled: fx.Node, worthwhile: int) -> tuple[list[fx.Node], bool] | None
     for transposed, strides in ((False, (columns, 1)), (True, (1, rows))):
         tensor = torch.empty_strided((rows, columns), strides, dtype=value.dtype, device="meta")
         seen = _seen_through(chain[1:], tensor)
-        if seen is not None and seen.stride() == (1,):
+        if seen is not None:
             return chain, transposed
     return None
 

@@ -92,7 +92,7 @@ def inductor_inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **argument
 def _lower_scaled_mm() -> None:
     """Teaches inductor to have `scaled_mm` write its result where it chooses, such as into a part of a larger buffer.
 
-    For operators it does not know it takes a result that they allocate, and copies it.
+    Where it knows no operator it has the result allocated first, and copied then.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering

@@ -163,7 +163,7 @@ def test_work_of_a_product() -> None:
     take_products(gm, worthwhile=0)
     after = graph_work(gm)
     assert before.flops - 3 * 4 == after.flops, "the product counts as one, and the multiplication is not there"
-    assert after.nbytes < before.nbytes
+    assert before.nbytes - 2 * 3 * 4 * 4 == after.nbytes, "nor is it read and written once more"
 
 
 class Weights(nn.Module):
@@ -202,7 +202,8 @@ def test_inductor_writes_them_to_their_places() -> None:
         with written:
             result.float().square().sum().backward()
 
-    (rewritten,) = train_with_inductor(model, x, cap=1 << 20, backward=backward)
+    with torch._inductor.config.patch(fx_graph_cache=False):  # how it lowers products is no part of a graph
+        (rewritten,) = train_with_inductor(model, x, cap=1 << 20, backward=backward)
     found = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     model(x).float().square().sum().backward()
