@@ -17,7 +17,8 @@ _watchers: dict[int, "Watchers"] = {}
 """By id of the parameter."""
 
 _waiting: dict[int, "Watchers"] = {}
-"""Those that came since a backward began last, and those of what was no leaf then; by id of the parameter."""
+"""Those that came since a backward began last that might have come to them, and those of what was no leaf then; by id
+of the parameter."""
 
 
 class Watchers:
@@ -107,7 +108,9 @@ def hook(parameter: Tensor) -> None:
 
 
 def hook_waiting() -> None:
-    """Hooks for all parameters that nothing else answers for: a backward begins."""
+    """Hooks for all parameters that nothing else answers for: a backward begins, which may come to some of them."""
+    if _compat.unshared([p for each in list(_waiting.values()) if (p := each.parameter()) is not None]):
+        return
     for identity in list(_waiting):
         watchers = _waiting.pop(identity, None)
         if watchers is not None:

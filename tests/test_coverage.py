@@ -250,6 +250,19 @@ def _other_models(rank: int, world: int) -> None:
     loss_of(model, 2).backward()
     expect_equal(gradients(module), average(local(module, 2)), "with hooks")
 
+    module = seeded(2, Mlp)
+    model, _ = compiled(module)
+    loss_of(plain, 1).backward()
+    expect(_hooks(module) == 0, "nor before the first step")
+    for i in range(2):
+        module.zero_grad()
+        loss_of(model, i).backward()
+    expect(_hooks(module) == 0, "so they never need hooks")
+    second = seeded(2, Mlp)
+    torch.compile(second, backend=small_backend())
+    (loss_of(plain, 1) + _norm(second)).backward()
+    expect_equal(gradients(second), average(local_gradients(second, _norm)), "a step before anything is compiled")
+
     model, module, _ = _bare({})
     part = nn.Linear(8, 8)
 
@@ -327,6 +340,23 @@ def _never_trained(rank: int, world: int) -> None:
     del model
     torch._dynamo.reset()
     expect(watchers() <= before, "nothing is left of a model that is gone")
+
+
+def _from_the_graph_itself(rank: int, world: int) -> None:
+    module = seeded(0, Mlp)
+    model = torch.compile(loss_of, backend=small_backend())
+    for i in range(2):
+        module.zero_grad()
+        loss = model(module, i)
+        expect("CompiledFunction" in loss.grad_fn.name(), "the backward starts from the graph's node")
+        loss.backward()
+        del loss
+        expect(_hooks(module) == 0, "that is the usual way too")
+        expect_equal(gradients(module), average(local(module, i)), "gradients", tol=1e-6)
+
+
+def test_models_that_return_their_loss(pool: Pool) -> None:
+    pool.run(_from_the_graph_itself)
 
 
 def test_a_model_without_a_backward_leaves_nothing_behind(pool: Pool) -> None:

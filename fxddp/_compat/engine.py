@@ -19,15 +19,22 @@ from .autograd import compiled_autograd_enabled, task_id
 
 _first = itemgetter(0)
 _observers: list[Callable[[bool], None]] = []
-_begun: dict[int, bool] = {}
-"""Of running backwards that were seen to begin, by task: whether they accumulate in some leaves only."""
+_begun: dict[int, "_Beginning"] = {}
+"""Of running backwards that were seen to begin, by task."""
 _telling = threading.RLock()
 """Held until observers are through: autograd has a thread for each device, and none may go on before."""
 
 _EngineClass: Any = type(Variable._execution_engine)
 
-executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether the running backward, called from inside of it, executes a node. Raises for what `autograd.grad` captures."""
+_comes_to: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the running backward executes a node but that which it starts from. Raises for what `autograd.grad` captures.
+"""
+
+
+def executes(node: Any) -> bool:
+    """Whether the running backward, called from inside of it, executes a node."""
+    beginning = _begun.get(task_id())
+    return _comes_to(node) or (beginning is not None and any(node is root for root in beginning.roots))
 
 
 def observe_backwards(observer: Callable[[bool], None]) -> None:
@@ -48,25 +55,28 @@ class _Beginning:
     Args:
         tensors: what the backward starts from.
         restricted: it accumulates in some leaves only.
+
+    Attributes:
+        roots: the nodes, None for a leaf.
     """
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a whole training step may be compiled
     def __init__(self, tensors: Sequence[Any], *, restricted: bool) -> None:
         self._task = -1
-        self._restricted = restricted
-        nodes = [tensor.grad_fn if isinstance(tensor, Tensor) else tensor.node for tensor in tensors]
+        self.restricted = restricted
+        self.roots = [tensor.grad_fn if isinstance(tensor, Tensor) else tensor.node for tensor in tensors]
         if compiled_autograd_enabled():
-            nodes = [None]
-        if None in nodes:
+            self.roots = [None]
+        if None in self.roots:
             _tell(inside=False)
-        self._handles = [node.register_prehook(self) for node in nodes if node is not None]
+        self._handles = [node.register_prehook(self) for node in self.roots if node is not None]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *_: object) -> None:
         with _telling:
             if self._task < 0:
                 self._task = task_id()
-                _begun[self._task] = self._restricted
+                _begun[self._task] = self
                 _tell(inside=True)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -115,12 +125,13 @@ def restricted_to() -> set[int] | None:
         None if all do, as in a plain `backward()`; else the ids of those of this node's leaves that do:
         `backward(inputs=…)` names some, `autograd.grad` accumulates nowhere.
     """
-    if _begun.get(task_id()) is False:
+    beginning = _begun.get(task_id())
+    if beginning is not None and not beginning.restricted:
         return None
     node: Any = torch._C._current_autograd_node()
     with suppress(RuntimeError):  # autograd.grad captures one of them
-        if all(map(executes, filter(None, map(_first, node.next_functions)))):
+        if all(map(_comes_to, filter(None, map(_first, node.next_functions)))):
             return None
-        executed = [parent for parent, _ in node.next_functions if parent is not None and executes(parent)]
+        executed = [parent for parent, _ in node.next_functions if parent is not None and _comes_to(parent)]
         return {id(parent.variable) for parent in executed if hasattr(parent, "variable")}
     return set()
