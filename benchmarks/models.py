@@ -112,6 +112,18 @@ class ResidualMLP(nn.Module):
         return hidden.square().mean()
 
 
+class BigTable(nn.Module):
+    """An embedding table of 32 MiB under a body of 8 MiB: most bytes in one dense gradient, which is ready last."""
+
+    def __init__(self, entries: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(entries, width)
+        self.body = ResidualMLP(width, layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.body(self.table(tokens).mean(1))
+
+
 def _transformer(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
     model = Transformer(vocabulary=4096, width=384, layers=6, heads=6, length=64)
     return model, (torch.randint(0, 4096, (4, 64), generator=draw),)
@@ -139,6 +151,10 @@ def _thin(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return ResidualMLP(width=70, layers=2), (torch.randn(16, 70, generator=draw),)
 
 
+def _embedding(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return BigTable(entries=16384, width=512, layers=8), (torch.randint(0, 16384, (128, 4), generator=draw),)
+
+
 def _smoke(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return ResidualMLP(width=512, layers=3), (torch.randn(4, 512, generator=draw),)
 
@@ -149,6 +165,7 @@ MODELS: dict[str, Callable[[torch.Generator], tuple[nn.Module, tuple[Tensor, ...
     "convnet": _convnet,
     "mlp": _mlp,  # 64 MiB, little arithmetic per byte: the network decides
     "tiny": _tiny,  # 200 parameters of a few KiB: the cost per parameter and per call decides
+    "embedding": _embedding,  # 40 MiB, 32 of them one gradient: nothing left to hide it behind
     "thin": _thin,  # 10,000 parameters in 4: what compiling costs at the least
     "smoke": _smoke,  # compiles in a moment; for trying the benchmark itself, its figures mean nothing
 }
