@@ -24,11 +24,11 @@ def result(model: str, rate: str, steps: Mapping[str, Sequence[float]]) -> dict[
 
 
 class StandIn:
-    """In place of the ranks: one mode fails, and after some points the run is killed."""
+    """In place of the ranks: one mode fails at a rate, and after some points the run is killed."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[list[str], dict[str, int]]] = []
-        self.failing, self.killed_after = "", 99
+        self.failing, self.fails_at, self.killed_after = "", "none", 99
 
         @contextmanager
         def opened_network(rates: Sequence[str], *, namespaces: bool) -> Iterator[tuple[network.Network, list[str]]]:
@@ -42,9 +42,9 @@ class StandIn:
     ) -> Iterator[dict[str, Any]]:
         scratch.mkdir()
         self.asked.append((modes, rates))
-        if self.failing in modes:
-            raise step_time.BuildError(self.failing, "build: rank 0: Traceback\nRuntimeError: not here")
         for rate in rates:
+            if self.failing in modes and rate == self.fails_at:
+                raise step_time.BuildError(self.failing, "build: rank 0: Traceback\nRuntimeError: not here")
             if self.killed_after == 0:
                 raise KeyboardInterrupt
             self.killed_after -= 1
@@ -96,7 +96,13 @@ def test_a_mode_that_fails_is_left_out_once_and_for_all(
     assert [asked for asked, _ in stand_in.asked] == [SMOKE, others, others]
     assert list(grid.points(grid.read_lines(file))) == [("smoke", "none"), ("smoke", "1gbit")]
 
-    stand_in.failing = "local"  # nothing to compare with
+    stand_in.failing, stand_in.fails_at = "fxddp_auto", "1gbit"  # as what is built again at every rate
+    assert start(tmp_path / "later", rates="2gbit,1gbit,none") == 0
+    left = [mode for mode in SMOKE if mode != "fxddp_auto"]
+    rates = [(asked, list(rates)) for asked, rates in stand_in.asked[3:]]
+    assert rates == [(SMOKE, ["2gbit", "1gbit", "none"]), (left, ["1gbit", "none"])]
+
+    stand_in.failing, stand_in.fails_at = "local", "none"  # nothing to compare with
     assert start(tmp_path / "other", rates="none") == 1
     assert not (tmp_path / "other").exists()
 
