@@ -142,6 +142,7 @@ class Compilation:
             launch=None if settings.overlap is None else self._launches,
             way=self._way,
             inputs=inputs,
+            products=settings.inductor,
             keep=settings.keep_graphs,
         )
         mutated = _compat.mutated_inputs()

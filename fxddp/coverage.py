@@ -2,13 +2,14 @@
 
 Note [coverage]: a hook on a parameter notices what autograd accumulates outside of the graphs. It is Python that runs
 for each parameter in each backward, and hardly ever has anything to notice. So the parameters of a graph have none as
-long as each backward that begins will execute the node of the graph's last forward, and all their gradients go the
-usual way there: the node takes what `.grad` held, so what is there at the end was accumulated elsewhere. They get
+long as each backward that may come to them executes the node of the graph's last forward, and all their gradients go
+the usual way there: the node takes what `.grad` held, so what is there at the end was accumulated elsewhere. They get
 hooks, for good and before autograd accumulates anything, in the first backward that does not execute that node, which
-is asked when it begins; or that takes another way through it, which is known before the node hands on to the
-parameters. What no graph answers for gets its hook when the first backward begins. Graphs of one backend that pack
-the same parameters, such as one for each batch size, are one in this: each forward's node is the last one's then.
-A backward that C++ starts, and that comes through no graph, is not seen to begin: there only hooks notice.
+is asked when it begins, while some graph of autograd's holds one of them: graphs of other models do not. Or in the
+first that takes another way through the node, which is known before it hands on to the parameters. What no graph
+answers for gets its hook when the first backward begins. Graphs of one backend that pack the same parameters, such as
+one for each batch size, are one in this: each forward's node is the last one's then. A backward that C++ starts, and
+that comes through no graph, is not seen to begin: there only hooks notice.
 """
 
 import weakref
@@ -64,6 +65,10 @@ class Coverage:
         node = None if self._node is None else self._node()
         return node is not None and _compat.executes(node)
 
+    def reached(self) -> bool:
+        """Whether a backward may accumulate in one of the parameters: what does so holds it."""
+        return not _compat.unshared([p for each in self._watchers if (p := each.parameter()) is not None])
+
     def end(self) -> None:
         """From now on hooks notice what autograd accumulates in the parameters."""
         self.bare = False
@@ -108,7 +113,7 @@ def _begins(inside: bool) -> None:
     hook_waiting()
     for reference in _bare.valuerefs():
         coverage = reference()
-        if coverage is not None and not (inside and coverage.executes()):
+        if coverage is not None and not (inside and (coverage.executes() or not coverage.reached())):
             coverage.end()
 
 

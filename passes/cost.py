@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from .allreduce import is_collective, is_wait
+from .products import SCALED_MM
 
 __all__ = ["Machine", "Network", "Size", "Speeds", "Work", "graph_work", "node_work", "symbol_values", "valued"]
 
@@ -127,12 +128,16 @@ def _work(node: fx.Node) -> Work:
     heavy = _formula(node) is not None
     sources = [source for source in node.all_input_nodes if _tensors(source)]
     read: Size = 0
+    in_place: Size = 0
     for source in sources:
+        if source.target is SCALED_MM:  # see products.py
+            in_place = in_place + _nbytes(source)
+            continue
         base = _base(source)
         if heavy or _formula(base) is not None or base.op != "call_function":
             read = read + min(_nbytes(source), _nbytes(base), key=_rough)
     leaves = heavy or any(map(_ends_fusion, _readers(node)))
-    written = _nbytes(node) if leaves else 0
+    written = _nbytes(node) - in_place if leaves else 0
     return Work(_flops(node, sources), read + written, int(leaves))
 
 

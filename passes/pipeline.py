@@ -16,6 +16,7 @@ from .gradients import find_gradients
 from .layout import lay_out
 from .outline import Outline, outline, with_pieces
 from .plan import BucketPlan, GradSpec
+from .products import take_products
 from .schedule import schedule
 from .split import Program, bind_symbols, split
 from .stages import Way, take_stages
@@ -62,6 +63,7 @@ def rewrite_backward(
     wire: torch.dtype | None = None,
     launch: Callable[[BucketPlan, Outline], tuple[tuple[int, ...], ...]] | None = None,
     inputs: Sequence[Any] | None = None,
+    products: bool = False,
     keep: bool = False,
 ) -> Rewritten:
     """Plans the buckets of a backward graph and rewrites it for them.
@@ -78,6 +80,7 @@ def rewrite_backward(
         wire: the dtype in which wider buckets travel, None for their own.
         launch: says which buckets are launched when one has been packed; None for each by itself.
         inputs: the (fake) values that the graph will be called with, if they may differ from the traced ones.
+        products: have matrix products write gradients to their places in a bucket.
         keep: keep the readable code after each pass.
     """
     history: list[PassRecord] = []
@@ -106,6 +109,7 @@ def rewrite_backward(
     rewrites: list[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]] = [
         ("insert_allreduce", lambda g: insert_allreduce(g, plan=plan, groups=way.groups)),
         *([("compress", lambda g: compress(g, wire=wire))] if wire is not None else []),
+        *([("take_products", take_products)] if products else []),
         *([("take_stages", lambda g: take_stages(g, stages=way.stages))] if way.stages else []),
         ("schedule", schedule),
         ("bind_symbols", bind_symbols),

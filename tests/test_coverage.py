@@ -242,9 +242,23 @@ def _other_models(rank: int, world: int) -> None:
     plain = seeded(1, Mlp)
     loss_of(plain, 1).backward()
     expect_equal(gradients(plain), local(plain, 1), "another model stays local")
+    expect(_hooks(module) == 0, "no graph of its holds these parameters")
+    left = _norm(module)
+    loss_of(plain, 1).backward()
     expect(_hooks(module) == 6, "its backward might have used these parameters")
+    del left
     loss_of(model, 2).backward()
     expect_equal(gradients(module), average(local(module, 2)), "with hooks")
+
+    model, module, _ = _bare({})
+    part = nn.Linear(8, 8)
+
+    def both(m: Any) -> Tensor:
+        return (part(data(6, 2, 8)) @ getattr(m, "_orig_mod", m).first.weight.T).sum()
+
+    both(model).backward()
+    expect(_hooks(module) == 6, "a backward that begins elsewhere comes to one of them")
+    expect_equal(gradients(module), average(local_gradients(module, both)), "which is averaged")
 
     model, module, _ = _bare({})
     parameters = [weakref.ref(p) for p in module.parameters()]
@@ -255,7 +269,7 @@ def _other_models(rank: int, world: int) -> None:
     loss_of(plain, 1).backward()
 
 
-def test_hooks_come_with_a_backward_of_another_model(pool: Pool) -> None:
+def test_hooks_come_with_another_backward_while_a_graph_holds_a_parameter(pool: Pool) -> None:
     pool.run(_other_models)
 
 

@@ -26,6 +26,7 @@ from .autograd import (
     spare_no_more,
     spare_undefined,
     task_id,
+    unshared,
     upstream_leaves,
     weak_memory,
 )
@@ -207,6 +208,7 @@ __all__ = [
     "trace_artifact",
     "traces_compilation",
     "twin",
+    "unshared",
     "upstream_leaves",
     "weak_memory",
     "when_scaled",

@@ -11,6 +11,8 @@ from torch.autograd import profiler
 task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Identifies the running backward; -1 outside of one."""
 
+_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+
 queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 """Runs a function at the end of the running backward; dropped if the backward raises."""
 
@@ -160,6 +162,11 @@ def creates_graph() -> bool:
 def in_backward() -> bool:
     """Whether this thread runs a backward, as when a checkpoint computes again."""
     return task_id() >= 0
+
+
+def unshared(tensors: Sequence[Tensor]) -> bool:
+    """Whether nothing but Python holds any of these tensors: no node of autograd's that accumulates into them."""
+    return max(map(_uses, tensors), default=1) == 1
 
 
 def run_other_accumulation_hooks(parameter: Tensor) -> None:

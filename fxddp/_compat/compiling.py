@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,27 @@ def inductor_inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **argument
     """Compiles one graph of AOTAutograd with inductor; gives an `OutputCode` called with one list."""
     from torch._inductor.compile_fx import compile_fx_inner
 
+    _lower_scaled_mm()
     return compile_fx_inner(gm, inputs, **arguments)
+
+
+@cache
+def _lower_scaled_mm() -> None:
+    """Teaches inductor to have `scaled_mm` write its result where it chooses, such as into a part of a larger buffer.
+
+    Where it knows no operator it has the result allocated first, and copied then.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    def lower(a: Any, b: Any, scale: Any) -> Any:
+        inputs = [ir.ExternKernel.realize_input(each) for each in (a, b, scale)]
+        layout = ir.FlexibleLayout(a.get_device(), a.get_dtype(), [a.get_size()[0] * b.get_size()[1]])
+        out = torch.ops.fxddp.scaled_mm.out
+        name = "torch.ops.fxddp.scaled_mm.out"
+        return ir.TensorBox.create(ir.ExternKernelOut(layout, inputs, python_kernel_name=name, op_overload=out))
+
+    register_lowering(torch.ops.fxddp.scaled_mm.default, type_promotion_kind=None)(lower)
 
 
 def inductor_piece(gm: fx.GraphModule, inputs: Sequence[Any], arguments: dict[str, Any]) -> Any:

@@ -191,6 +191,27 @@ add(
     usual,
     graphs_do_the_work=True,
 )
+
+
+class Wide(nn.Module):
+    """Weights of more than 64 KiB, as they are and transposed: products that inductor writes into buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 1100), nn.Parameter(torch.randn(1100, 16) / 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).relu() @ self.down
+
+
+add(
+    "wide",
+    lambda rank: Wide(),
+    accumulate,
+    graphs_do_the_work=True,
+    bucket_mb=0.1,
+    left_out={"aot_eager": "only inductor has products write into buckets"},
+)
 add("transformer", lambda rank: Transformer(), language, graphs_do_the_work=True)
 add(
     "tied_weights",
