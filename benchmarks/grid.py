@@ -65,7 +65,7 @@ class Row:
         return self.slow_rounds if rate in SLOW else self.rounds
 
 
-# Comes last, for what it leaves behind in its process: Dynamo traces into DDP, inductor looks for all-reduces to fuse.
+# Comes last, for what it leaves behind in its process: Dynamo traces into DDP from then on.
 REDUCER = f"ddp_python_reducer@{TORCH_BUCKET_MB}"
 MANY = (BASELINE, *(f"{mode}@{TORCH_BUCKET_MB}" for mode in ("ddp", "ddp_copies", "ddp_static", "ddp_compile", FIXED)))
 GRID = {
@@ -74,7 +74,7 @@ GRID = {
     "mlp": Row((*modes_of((5, 25), (5, 25)), REDUCER), rounds=9, slow_rounds=6),
     "tiny": Row((*modes_of((0.1, 25), (25,)), REDUCER), rounds=100, slow_rounds=60),
     "embedding": Row((*modes_of((2, 25), (2, 25)), REDUCER), rounds=9, slow_rounds=6),
-    # Without "auto", which takes ten minutes to compile, and would at every rate; the others take two to ten.
+    # Without what would compile for minutes at every rate, or trace 10,000 all-reduces.
     "many": Row(MANY, rounds=30, slow_rounds=15),
     "smoke": Row((*modes_of((1, 25), (1,)), REDUCER), rounds=6, slow_rounds=6),
 }

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo import config as dynamo_config
+from torch._inductor import config as inductor_config
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -231,8 +232,10 @@ def surroundings(name: str) -> Iterator[None]:
     with ExitStack() as stack:
         if name in DYNAMO:
             stack.enter_context(dynamo_config.patch(DYNAMO[name]))
-        if name == "ddp_python_reducer":  # its all-reduces are traced by compiled autograd
+        if name == "ddp_python_reducer":  # its all-reduces are traced by compiled autograd, and fused
             stack.enter_context(compiled_autograd._enable(torch.compile))  # noqa: SLF001
+            # DDP sets this for good; what other modes compile afterwards is to be as before.
+            stack.enter_context(inductor_config.patch(_fuse_ddp_communication=True))
         yield
 
 
