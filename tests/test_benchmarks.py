@@ -10,7 +10,7 @@ import torch
 from benchmarks import modes, network, planner, step_time, tables
 from tests.live.programs import run_benchmark
 
-MODES = ["local", "ddp", "ddp_compile", "fxddp", "fxddp_unsplit", "fxddp@3", "ddp_compile@25"]
+MODES = ["local", "ddp", "ddp_compile", "fxddp", "fxddp_unsplit", "fxddp@3"]
 
 
 def test_tiny_run(tmp_path: Path) -> None:
@@ -43,9 +43,8 @@ def test_tiny_run(tmp_path: Path) -> None:
             assert row[f"vs_{other}"]["low"] <= row[f"vs_{other}"]["median"] <= row[f"vs_{other}"]["high"]
         assert row["built"]["difference"] <= 1e-3
         assert (row["built"]["graphs"] > 0) == (mode != "ddp")
-        if "ddp_compile" in mode:
-            assert row["built"]["aot_compiles"] > 1  # DDPOptimizer did cut; with DDP's own 25 MiB, after 1 MiB
     assert result["modes"]["local"]["vs_local"]["median"] == 1
+    assert result["modes"]["ddp_compile"]["built"]["aot_compiles"] > 1  # DDPOptimizer did cut: code of its own
     assert result["modes"]["fxddp"]["built"]["launches"] > 1
     assert result["modes"]["fxddp"]["built"]["pieces"] > 1
     assert result["modes"]["fxddp_unsplit"]["built"]["pieces"] == 1
@@ -89,8 +88,22 @@ def test_wrong_gradients_are_not_measured() -> None:
 
 
 def test_modes_have_code_objects_of_their_own() -> None:
-    first, second = (modes.fresh_models(tag).ResidualMLP.forward.__code__ for tag in ("ddp@5", "ddp@0.5"))
-    assert first is not second
+    first, second = (modes.fresh_models(tag).ResidualMLP for tag in ("ddp@5", "ddp@0.5"))
+    assert first.forward.__code__ is not second.forward.__code__
+    assert first.__module__ != second.__module__  # by which Dynamo finds them again
+
+
+@pytest.mark.parametrize(
+    ("mode", "bucket_mb", "cap"), [("ddp", 5, 5), ("ddp@0.5", 5, 0.5), ("ddp_static@25", 5, None), ("ddp", 25, None)]
+)
+def test_ddp_gets_its_default_by_not_asking(
+    mode: str, bucket_mb: float, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first bucket of the default has 1 MiB, that of 25 MiB asked for has 25."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(modes, "DistributedDataParallel", lambda module, **arguments: asked.update(arguments))
+    modes.build(mode, "smoke", rank=0, bucket_mb=bucket_mb)
+    assert asked == {"bucket_cap_mb": cap, "gradient_as_bucket_view": True, "static_graph": "static" in mode}
 
 
 @pytest.mark.parametrize(
