@@ -18,7 +18,7 @@ import torch._inductor.compile_fx  # not a matter of modes: imported before the 
 import torch.distributed as dist
 
 from benchmarks.models import MODELS
-from benchmarks.modes import BASELINE, MODES, USUAL_MODES, build
+from benchmarks.modes import BASELINE, MODES, USUAL_MODES, build, title
 from benchmarks.processes import on_ranks
 
 STEPS = 2
@@ -70,7 +70,7 @@ def main() -> None:
             for i in (0, 1):
                 seconds = statistics.median(pair[i] for pair in pairs)
                 cells.append(f"{seconds:.2f} s | {seconds / base[i]:.2f}")
-            print(f"| {MODES[mode]} | {' | '.join(cells)} |", flush=True)
+            print(f"| {title(mode)} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.models import MODELS
-from benchmarks.modes import MODES, Run, build
+from benchmarks.modes import MODES, Run, build, title
 from benchmarks.processes import on_ranks
 
 MIB = 2**20
@@ -150,7 +150,7 @@ def main() -> None:
         print(f"| | {' | '.join(WAYS)} |\n|---|{'---|' * len(WAYS)}")
         for mode in arguments.modes.split(","):
             found = on_ranks(least_peaks, model, mode, arguments.bucket_mb)
-            print(f"| {MODES[mode]} | {' | '.join(f'{found[way] / MIB:.1f}' for way in WAYS)} |", flush=True)
+            print(f"| {title(mode)} | {' | '.join(f'{found[way] / MIB:.1f}' for way in WAYS)} |", flush=True)
 
 
 if __name__ == "__main__":

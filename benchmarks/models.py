@@ -1,7 +1,7 @@
 """Models to measure: random weights, synthetic inputs, each ``forward`` returns its loss.
 
 `modes.py` executes this file once per mode, so every mode compiles code objects of its own (see `Note [one copy of the
-models per mode]` there). Keep the file free of state and of imports other than torch.
+models per mode]` there). Keep the file free of state, and let it import nothing that is compiled.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from benchmarks.rows import stack
 
 
 class TransformerBlock(nn.Module):
@@ -112,6 +114,44 @@ class ResidualMLP(nn.Module):
         return hidden.square().mean()
 
 
+class Units(nn.Module):
+    """A hidden layer that reads and writes by the same weights, those of each unit a parameter of their own."""
+
+    def __init__(self, units: int, width: int) -> None:
+        super().__init__()
+        for i in range(units):
+            self.register_parameter(f"unit{i}", nn.Parameter(torch.randn(width) * width**-0.5))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weights = stack(list(self.parameters()))
+        return torch.tanh(hidden @ weights.T) @ weights / len(weights)
+
+
+class ManyUnits(nn.Module):
+    """Layers of 100 small parameters each: the cost per parameter decides, of guards, hooks and packing."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Units(100, width) for _ in range(layers))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden.square().mean()
+
+
+class BigTable(nn.Module):
+    """An embedding table of 32 MiB under a body of 8 MiB: most bytes in one dense gradient, which is ready last."""
+
+    def __init__(self, entries: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(entries, width)
+        self.body = ResidualMLP(width, layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.body(self.table(tokens).mean(1))
+
+
 def _transformer(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
     model = Transformer(vocabulary=4096, width=384, layers=6, heads=6, length=64)
     return model, (torch.randint(0, 4096, (4, 64), generator=draw),)
@@ -139,6 +179,14 @@ def _thin(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return ResidualMLP(width=70, layers=2), (torch.randn(16, 70, generator=draw),)
 
 
+def _embedding(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return BigTable(entries=16384, width=512, layers=8), (torch.randint(0, 16384, (128, 4), generator=draw),)
+
+
+def _many(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return ManyUnits(layers=100, width=16), (torch.randn(16, 16, generator=draw),)
+
+
 def _smoke(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return ResidualMLP(width=512, layers=3), (torch.randn(4, 512, generator=draw),)
 
@@ -149,6 +197,8 @@ MODELS: dict[str, Callable[[torch.Generator], tuple[nn.Module, tuple[Tensor, ...
     "convnet": _convnet,
     "mlp": _mlp,  # 64 MiB, little arithmetic per byte: the network decides
     "tiny": _tiny,  # 200 parameters of a few KiB: the cost per parameter and per call decides
+    "embedding": _embedding,  # 40 MiB, 32 of them one gradient: nothing left to hide it behind
+    "many": _many,  # 10,000 parameters of 64 bytes
     "thin": _thin,  # 10,000 parameters in 4: what compiling costs at the least
     "smoke": _smoke,  # compiles in a moment; for trying the benchmark itself, its figures mean nothing
 }

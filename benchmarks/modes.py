@@ -1,5 +1,8 @@
 """The ways to train that benchmarks compare, each built anew and checked before anything is timed.
 
+A mode is a name of `MODES`, and may end in a bucket size of its own: `ddp@25` has buckets of 25 MiB, whatever the
+others have.
+
 Note [one copy of the models per mode]
 Dynamo caches compiled code per code object. Were `torch.compile(m)` measured first and `torch.compile(DDP(m2))` of the
 same class after it, the second would be served the first's graph, uncut, and DDPOptimizer would never run. Each mode
@@ -8,6 +11,7 @@ therefore executes `models.py` anew: equal weights and inputs, code objects of i
 
 import importlib.util
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo import config as dynamo_config
+from torch._inductor import config as inductor_config
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -45,8 +50,6 @@ MODES |= {"fxddp_hierarchical": "fxddp, inside and across nodes", "fxddp_optimiz
 NEXT_FORWARD = "fxddp_next_forward"
 MODES |= {NEXT_FORWARD: "fxddp, waits in the next forward"}
 IN_BACKWARD = ("fxddp_optimizer", NEXT_FORWARD)
-SIZED = {f"fxddp_{mib:g}mib": mib for mib in (0.5, 1, 2, 4, 8, 16, 25, 32, 64)}
-MODES |= {mode: f"fxddp, {mib:g} MiB" for mode, mib in SIZED.items()}
 MODES |= {"ddp_static": "DDP, eager, static graph", "ddp_copies": "DDP, eager, gradients copied out of buckets"}
 MODES |= {
     "ddp_uncut": "torch.compile(DDP), forward not cut",
@@ -66,6 +69,10 @@ EAGER = STOCK - {"ddp_compile", *DYNAMO}
 COMPILED = frozenset(MODES) - EAGER
 BASELINE = "local"
 RIVAL = "ddp_compile"
+FIXED = "fxddp"
+UNSIZED = (BASELINE, AUTO)
+"""Modes without a bucket size to choose."""
+TORCH_BUCKET_MB = 25  # DistributedDataParallel's default
 NODES = 2
 LEARNING_RATE = 1e-4
 CHECKED_RATE = 1024.0  # of the warm-up of `fxddp_optimizer`: so large that the weights show the gradients
@@ -82,6 +89,46 @@ class BenchmarkError(Exception):
     """A rank failed, stalled or computed wrong gradients; the message holds what it said."""
 
 
+def split_size(mode: str) -> tuple[str, float | None]:
+    """The name of a mode and its own bucket size in MiB, None where it has none.
+
+    Raises:
+        ValueError: what stands behind `@` is no size.
+    """
+    name, at, size = mode.partition("@")
+    if not at:
+        return name, None
+    try:
+        mib = float(size)
+    except ValueError:
+        mib = math.nan
+    if not 0 < mib < math.inf:
+        raise ValueError(f"mode {mode!r}: expected a number of MiB > 0 after '@', such as {name}@25")
+    return name, mib
+
+
+def name_of(mode: str) -> str:
+    """The name of a mode without its bucket size."""
+    return split_size(mode)[0]
+
+
+def title(mode: str) -> str:
+    """What tables call a mode."""
+    name, mib = split_size(mode)
+    return MODES[name] if mib is None else f"{MODES[name]}, {mib:g} MiB"
+
+
+def check_mode(mode: str) -> None:
+    """ValueError for what is no mode."""
+    name, mib = split_size(mode)
+    if name not in MODES:
+        raise ValueError(
+            f"got mode {mode!r}, expected one of {', '.join(MODES)}, with or without '@' and a size in MiB"
+        )
+    if mib is not None and name in UNSIZED:
+        raise ValueError(f"got mode {mode!r}, but {name} has no bucket size to choose")
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """One mode, ready to step: the plain module that owns the parameters, and the callable that is timed."""
@@ -96,7 +143,7 @@ class Run:
 
 def fresh_models(tag: str) -> ModuleType:
     """`models.py` executed anew; see Note [one copy of the models per mode]."""
-    name = f"benchmarks_models_{tag}"
+    name = "benchmarks_models_" + re.sub(r"\W", "_", tag)
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("models.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -126,56 +173,69 @@ def register_hook(on: Any, name: str | None) -> None:
 
 
 def build(mode: str, model: str, *, rank: int, bucket_mb: float, comm_hook: str | None = None) -> Run:
-    """The model in one mode; weights are the same for all modes and ranks, inputs differ between ranks."""
+    """The model in one mode; weights are the same for all modes and ranks, inputs differ between ranks.
+
+    Args:
+        mode: its own bucket size, if it has one, goes before `bucket_mb`.
+        model: of `MODELS`.
+        rank: of this process.
+        bucket_mb: MiB of a bucket.
+        comm_hook: of `COMM_HOOKS`.
+    """
     module, inputs = fresh_models(mode).make(model, rank)
+    name, own_mb = split_size(mode)
+    bucket_mb = own_mb or bucket_mb
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     backend = None
     call: Any
-    if mode == "local":
+    if name == BASELINE:
         call = torch.compile(module)
-    elif mode in STOCK or mode == "reference":
-        with surroundings(mode):
+    elif name in STOCK or name == "reference":
+        with surroundings(name):
             call = DistributedDataParallel(
                 module,
-                bucket_cap_mb=bucket_mb,
-                gradient_as_bucket_view=mode != "ddp_copies",
-                static_graph=mode == "ddp_static",
+                # None asks for the default: only then does torch make the first bucket a small one, as fxddp does.
+                bucket_cap_mb=None if bucket_mb == TORCH_BUCKET_MB else bucket_mb,
+                gradient_as_bucket_view=name != "ddp_copies",
+                static_graph=name == "ddp_static",
             )
         register_hook(call, comm_hook)
-        if mode in COMPILED:
+        if name in COMPILED:
             call = torch.compile(call)
     else:
         import fxddp  # here, so that the other modes can be measured without it
 
-        hooks = mode.startswith("fxddp_hook_")
-        options: dict[str, Any] = {"split": mode != "fxddp_unsplit", "comm_hook": None if hooks else codec(comm_hook)}
-        if mode == "fxddp_ring":
+        hooks = name.startswith("fxddp_hook_")
+        options: dict[str, Any] = {"split": name != "fxddp_unsplit", "comm_hook": None if hooks else codec(comm_hook)}
+        if name == "fxddp_ring":
             options["algorithm"] = "ring"
-        if mode == "fxddp_lanes":
+        if name == "fxddp_lanes":
             options["process_group"] = [dist.new_group() for _ in range(2)]
-        if mode == "fxddp_hierarchical":
+        if name == "fxddp_hierarchical":
             options["device_mesh"] = init_device_mesh("cpu", (NODES, dist.get_world_size() // NODES))
-        if mode in IN_BACKWARD:
+        if name in IN_BACKWARD:
             options["optimizer"] = optimizer
-        if mode == NEXT_FORWARD:
+        if name == NEXT_FORWARD:
             options["overlap"] = "next_forward"
-        if mode in MEASURING:
+        if name in MEASURING:
             options["process_group"] = dist.new_group()
-        backend = fxddp.backend("auto" if mode == AUTO else SIZED.get(mode, bucket_mb), **options)
+        backend = fxddp.backend("auto" if name == AUTO else bucket_mb, **options)
         if hooks:
             register_hook(backend, comm_hook)
         call = torch.compile(module, backend=backend)
-    return Run(module, call, inputs, optimizer, backend, partial(surroundings, mode) if mode in DYNAMO else nullcontext)
+    return Run(module, call, inputs, optimizer, backend, partial(surroundings, name) if name in DYNAMO else nullcontext)
 
 
 @contextmanager
-def surroundings(mode: str) -> Iterator[None]:
-    """What a mode of stock DDP has around it while it is built and while it steps."""
+def surroundings(name: str) -> Iterator[None]:
+    """What a mode of stock DDP, by its name, has around it while it is built and while it steps."""
     with ExitStack() as stack:
-        if mode in DYNAMO:
-            stack.enter_context(dynamo_config.patch(DYNAMO[mode]))
-        if mode == "ddp_python_reducer":  # its all-reduces are traced by compiled autograd
+        if name in DYNAMO:
+            stack.enter_context(dynamo_config.patch(DYNAMO[name]))
+        if name == "ddp_python_reducer":  # its all-reduces are traced by compiled autograd, and fused
             stack.enter_context(compiled_autograd._enable(torch.compile))  # noqa: SLF001
+            # DDP sets this for good; what other modes compile afterwards is to be as before.
+            stack.enter_context(inductor_config.patch(_fuse_ddp_communication=True))
         yield
 
 

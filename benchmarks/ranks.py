@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from benchmarks.modes import (
+    BASELINE,
     CHECKED_RATE,
     COMPILED,
     HOOKED,
@@ -42,6 +43,7 @@ from benchmarks.modes import (
     averaged_gradients,
     build,
     check_gradients,
+    name_of,
 )
 from benchmarks.network import Network
 from benchmarks.processes import join
@@ -86,21 +88,22 @@ class Rank:
         """Compiles the mode; compares its gradients with DDP's at the first and at the last step of the warm-up."""
         graphs, compiles = counters["stats"]["unique_graphs"], counters["aot_autograd"]["total"]
         begin = time.perf_counter()
-        hook = HOOKED.get(mode, self.comm_hook)
+        name = name_of(mode)
+        hook = HOOKED.get(name, self.comm_hook)
         run = build(mode, self.model, rank=self.rank, bucket_mb=self.bucket_mb, comm_hook=hook)
         differences = []
         for step in range(WARM_UP_STEPS):
-            if mode in IN_BACKWARD:
+            if name in IN_BACKWARD:
                 found = self._updated_gradients(run)
             else:
                 self._warm_up_step(run)
-                found = averaged_gradients(run, by_hand=mode == "local")
+                found = averaged_gradients(run, by_hand=name == BASELINE)
             if step in (0, WARM_UP_STEPS - 1):
-                compressed = None if mode == "local" or (hook == "powersgd" and step == 0) else hook
+                compressed = None if name == BASELINE or (hook == "powersgd" and step == 0) else hook
                 differences.append(check_gradients(mode, found, self.reference, compressed))
         seconds = time.perf_counter() - begin
         graphs, compiles = counters["stats"]["unique_graphs"] - graphs, counters["aot_autograd"]["total"] - compiles
-        if (graphs > 0) != (mode in COMPILED):
+        if (graphs > 0) != (name in COMPILED):
             raise BenchmarkError(f"mode {mode}: Dynamo captured {graphs} graphs; the mode is not what its name says")
         self.runs[mode] = run
         built: dict[str, Any] = {
@@ -115,7 +118,7 @@ class Rank:
                 raise BenchmarkError(f"mode {mode}: expected a backward whose graphs reduce every gradient, got {last}")
             built |= {"launches": last.launches, "pieces": last.pieces}
             built["buckets"] = [bucket.nbytes for plan in run.backend.plans for bucket in plan.buckets]
-        if mode in MEASURING:
+        if name in MEASURING:
             built["speeds"] = asdict(run.backend.lookup().speeds)
         return built
 

@@ -1,7 +1,7 @@
 """Step time of data-parallel modes, side by side in one run, on networks of several rates.
 
     python -m benchmarks.step_time --models transformer,convnet,mlp,tiny --rates none,2gbit,1gbit --rounds 15
-    python -m benchmarks.step_time --models mlp --rates none,1gbit --modes local,fxddp_auto,fxddp_1mib,fxddp_8mib
+    python -m benchmarks.step_time --models mlp --rates none,1gbit --modes local,fxddp_auto,fxddp@1,fxddp@8
 
 The driver opens the network (`network.py`) and, for each model, starts two ranks on a core each. The ranks build and
 check every mode once, then time it at every rate: the driver changes the rate under the living ranks, so one
@@ -15,8 +15,8 @@ barrier before each step, touches the shaped network.
 
 Note [sweep]
 `bucket_mb="auto"` and `overlap="next_forward"` are planned for the network they find when they are built, so these are
-built again at every rate, on a new process group. "auto" is compared in turns with the fixed sizes `fxddp_0.5mib` …
-`fxddp_64mib`.
+built again at every rate, on a new process group. "auto" is compared in turns with the fixed sizes asked for, such as
+`fxddp@0.5` and `fxddp@64`.
 
 Note [turns]
 A round steps every mode once, then all-reduces the same bytes alone: A B C comm, A B C comm, … A machine that drifts
@@ -34,7 +34,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ from benchmarks.modes import (
     NODES,
     USUAL_MODES,
     BenchmarkError,
+    check_mode,
+    name_of,
 )
 from benchmarks.network import BURST_BYTES, UNSHAPED, Network, bits_per_second, open_network
 from benchmarks.ranks import Ranks
@@ -64,8 +67,37 @@ def settle_seconds(rate: str) -> float:
     return 0.0 if bits is None else 2 * BURST_BYTES * 8 / bits
 
 
-def measure_model(model: str, network: Network, scratch: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Builds and checks the modes once, then yields a result per rate."""
+class BuildError(BenchmarkError):
+    """A mode could not be built, or computes wrong gradients; `mode` says which."""
+
+    def __init__(self, mode: str, message: str) -> None:
+        super().__init__(message)
+        self.mode = mode
+
+
+def measure_model(
+    model: str,
+    network: Network,
+    scratch: Path,
+    *,
+    modes: Sequence[str],
+    rates: Mapping[str, int],
+    options: argparse.Namespace,
+) -> Iterator[dict[str, Any]]:
+    """Builds and checks the modes once, then yields a result per rate.
+
+    Args:
+        model: of `MODELS`.
+        network: between the ranks.
+        scratch: a folder to make; beside it lie the compile caches of this run.
+        modes: in the order in which they are built and take turns.
+        rates: with the number of rounds at each.
+        options: of the command.
+
+    Raises:
+        BuildError: a mode could not be built.
+        BenchmarkError: ranks could not be started, or a measurement failed.
+    """
     scratch.mkdir()
     with Ranks(network, scratch, options.timeout, options.ranks) as ranks:
         network.set_rate(UNSHAPED)
@@ -78,18 +110,21 @@ def measure_model(model: str, network: Network, scratch: Path, options: argparse
 
         def build_all(modes: Sequence[str]) -> None:
             for mode in modes:
-                answers = ranks.ask("build", mode=mode)
+                try:
+                    answers = ranks.ask("build", mode=mode)
+                except BenchmarkError as error:
+                    raise BuildError(mode, str(error)) from error
                 built[mode] = answers[0] | {"difference": max(a["difference"] for a in answers)}
-                _note(f"{model}: {mode} built and checked in {built[mode]['warm_up_s']:.1f} s")
+                note(f"{model}: {mode} built and checked in {built[mode]['warm_up_s']:.1f} s")
 
-        build_all([mode for mode in options.modes if mode not in MEASURING])
-        for rate in options.rates:
+        build_all([mode for mode in modes if name_of(mode) not in MEASURING])
+        for rate, rounds in rates.items():
             network.set_rate(rate)
-            build_all([mode for mode in options.modes if mode in MEASURING])
+            build_all([mode for mode in modes if name_of(mode) in MEASURING])
             load = os.getloadavg()
-            _note(f"{model}: measuring at rate {rate}")
+            note(f"{model}: measuring at rate {rate}")
             settle_s = settle_seconds(rate)
-            measured = ranks.ask("measure", rounds=options.rounds, settle_s=settle_s, streak=options.streak)
+            measured = ranks.ask("measure", rounds=rounds, settle_s=settle_s, streak=options.streak)
             result = {"model": model, "rate": rate, **facts, "load_before": load, "load_after": os.getloadavg()}
             result |= summarise(measured, nbytes=facts["bytes"])
             for mode, row in result["modes"].items():
@@ -97,17 +132,28 @@ def measure_model(model: str, network: Network, scratch: Path, options: argparse
             yield result
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measures what was asked for and prints it as it comes; the JSON file holds all tables printed so far."""
-    network, fallback = open_network(namespaces=options.namespaces)
+@contextmanager
+def opened_network(rates: Sequence[str], *, namespaces: bool) -> Iterator[tuple[Network, list[str]]]:
+    """The network between the ranks, and which of the rates it can have; closed in the end, whatever signals come."""
+    network, fallback = open_network(namespaces=namespaces)
     try:
         if fallback is not None:
-            skipped = [rate for rate in options.rates if rate != UNSHAPED]
-            _note(
+            skipped = [rate for rate in rates if rate != UNSHAPED]
+            note(
                 f"plain loopback instead of a shaped network: {fallback}"
                 + (f"; not measured: {skipped}" if skipped else "")
             )
-            options.rates = [UNSHAPED]
+            rates = [UNSHAPED]
+        yield network, list(rates)
+    finally:
+        for number in ENDING_SIGNALS:  # a second Ctrl-C must not leave namespaces behind
+            signal.signal(number, signal.SIG_IGN)
+        network.close()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures what was asked for and prints it as it comes; the JSON file holds all tables printed so far."""
+    with opened_network(options.rates, namespaces=options.namespaces) as (network, possible):
         report: dict[str, Any] = {
             "torch": torch.__version__,
             "python": sys.version.split()[0],
@@ -135,7 +181,10 @@ def run(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="fxb-") as scratch:
             for model in options.models:
                 try:
-                    for result in measure_model(model, network, Path(scratch) / model, options):
+                    rates = dict.fromkeys(possible, options.rounds)
+                    for result in measure_model(
+                        model, network, Path(scratch) / model, modes=options.modes, rates=rates, options=options
+                    ):
                         report["results"].append(result)
                         report["load_after"] = os.getloadavg()
                         print(render(result, markdown=options.markdown), flush=True)
@@ -143,44 +192,50 @@ def run(options: argparse.Namespace) -> int:
                             options.json.write_text(json.dumps(report, indent=1) + "\n")
                 except BenchmarkError as error:
                     failed = True
-                    _note(f"{model}: FAILED: {error}")
+                    note(f"{model}: FAILED: {error}")
         if options.rounds < 6:
             print("Intervals are minimum and maximum: fewer than 6 rounds give no 95 % interval.")
         print(f"load after {_load(os.getloadavg())}")
         return int(failed)
-    finally:
-        for number in ENDING_SIGNALS:  # a second Ctrl-C must not leave namespaces behind
-            signal.signal(number, signal.SIG_IGN)
-        network.close()
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
+    """Tells people who watch, apart from the results."""
     print(f"# {text}", file=sys.stderr, flush=True)
+
+
+def end_on_signals() -> None:
+    """Has a signal that ends the program run its `finally` blocks."""
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda received, _: sys.exit(128 + received))
 
 
 def _load(load: Sequence[float]) -> str:
     return " ".join(f"{value:.2f}" for value in load)
 
 
-def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
+def names(check: Callable[[str], Any]) -> Callable[[str], list[str]]:
+    """Parses a list of different names; `check` raises ValueError for a wrong one."""
+
     def parse(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",")]
-        unknown = [name for name in names if name not in known]
-        if unknown or len(set(names)) < len(names):
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected different ones out of {', '.join(known)}")
-        return names
+        found = [name.strip() for name in text.split(",")]
+        try:
+            for name in found:
+                check(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected different ones")
+        return found
 
     return parse
 
 
-def _rates(text: str) -> list[str]:
-    rates = text.split(",")
-    try:
-        for rate in rates:
-            bits_per_second(rate)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return rates
+def check_model(model: str) -> None:
+    """ValueError for what is no model."""
+    if model not in MODELS:
+        raise ValueError(f"got model {model!r}, expected one of {', '.join(MODELS)}")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -188,10 +243,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         prog="python -m benchmarks.step_time", description=(__doc__ or "").partition("\n")[0]
     )
     models = [name for name in MODELS if name != "smoke"]
-    parser.add_argument("--models", type=_names(list(MODELS)), default=models, help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--modes", type=_names(list(MODES)), default=list(USUAL_MODES), help=f"of {', '.join(MODES)}")
-    parser.add_argument("--rates", type=_rates, default=[UNSHAPED, "2gbit", "1gbit"], help="none, 2gbit, 500mbit, …")
-    parser.add_argument("--bucket-mb", type=float, default=5.0, help="bucket size of every mode, in MiB (default 5)")
+    parser.add_argument("--models", type=names(check_model), default=models, help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--modes", type=names(check_mode), default=list(USUAL_MODES), help=f"of {', '.join(MODES)}")
+    parser.add_argument(
+        "--rates", type=names(bits_per_second), default=[UNSHAPED, "2gbit", "1gbit"], help="none, 2gbit, 500mbit, …"
+    )
+    parser.add_argument("--bucket-mb", type=float, default=5.0, help="MiB of a bucket, in modes without @ (default 5)")
     parser.add_argument("--rounds", type=int, default=15, help="steps of every mode per rate (default 15)")
     parser.add_argument("--streak", type=int, default=1, help="steps in a row that are timed together (default 1)")
     parser.add_argument("--ranks", type=int, default=2, help="processes, half of them on each of two nodes (default 2)")
@@ -205,20 +262,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     for name in ("rounds", "bucket_mb", "timeout", "streak"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be > 0, got {getattr(options, name)}")
-    if NEXT_FORWARD in options.modes and options.streak < 2:
+    asked = [name_of(mode) for mode in options.modes]
+    if NEXT_FORWARD in asked and options.streak < 2:
         parser.error(f"{NEXT_FORWARD} leaves communication to the next step: give --streak, to time several in a row")
     if options.ranks < NODES or options.ranks % NODES:
         parser.error(f"--ranks must be a multiple of {NODES}, the number of nodes, got {options.ranks}")
-    if not options.optimizer and (early := [mode for mode in IN_BACKWARD if mode in options.modes]):
+    if not options.optimizer and (early := [mode for mode in IN_BACKWARD if mode in asked]):
         parser.error(f"{early[0]} makes a step in its backward: give --optimizer, so that the others make one too")
     return options
 
 
 def main() -> int:
     options = parse_arguments()
-    for number in ENDING_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda received, _: sys.exit(128 + received))
+    end_on_signals()
     return run(options)
 
 

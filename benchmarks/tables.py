@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any
 
-from benchmarks.modes import AUTO, BASELINE, MIB, MODES, NEXT_FORWARD, RIVAL, SIZED
+from benchmarks.modes import AUTO, BASELINE, FIXED, MIB, NEXT_FORWARD, RIVAL, name_of, title
 from benchmarks.network import UNSHAPED
 
 
@@ -70,7 +70,7 @@ def summarise(measured: Sequence[Any], *, nbytes: int) -> dict[str, Any]:
             row["vs_limit"] = row["median_ms"] / result["limit_ms"]
         modes[mode] = row | {"samples_ms": times}
     if AUTO in steps:
-        fixed = [mode for mode in SIZED if mode in steps]
+        fixed = [mode for mode in steps if name_of(mode) == FIXED]
         ratios = {
             mode: median_interval([a / f for a, f in zip(steps[AUTO], steps[mode], strict=True)]) for mode in fixed
         }
@@ -89,7 +89,7 @@ def table_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
     return [
         (
-            MODES[mode],
+            title(mode),
             f"{row['median_ms']:.1f}",
             ratio(row, BASELINE) if mode != BASELINE else "1",
             ratio(row, RIVAL) if mode != RIVAL else "1",
@@ -104,31 +104,38 @@ def render(result: dict[str, Any], *, markdown: bool) -> str:
     """A heading, a line of what holds for the whole table, and the table, as text or as Markdown."""
     rows = [COLUMNS, *table_rows(result)]
     rate = "unshaped" if result["rate"] == UNSHAPED else result["rate"]
-    title = f"{result['model']}, {result['bytes'] / MIB:.1f} MiB in {result['parameters']} parameters, {rate}"
+    heading = f"{result['model']}, {result['bytes'] / MIB:.1f} MiB in {result['parameters']} parameters, {rate}"
     facts = f"communication alone {result['comm_ms']:.1f} ms ({result['comm_gbit']:.2f} Gbit/s)"
     if "limit_ms" in result:
         facts += f"; forward {result['forward_ms']:.1f} ms, backward {result['backward_ms']:.1f} ms"
         facts += f"; limit {result['limit_ms']:.1f} ms"
-        if NEXT_FORWARD in result["modes"]:
+        for mode in [mode for mode in result["modes"] if name_of(mode) == NEXT_FORWARD]:
             first, second = result["limits_ms"]
-            reached = (first - result["modes"][NEXT_FORWARD]["median_ms"]) / max(first - second, 1e-9)
+            reached = (first - result["modes"][mode]["median_ms"]) / max(first - second, 1e-9)
             facts += f"; forward + max(rest, communication) {first:.1f} ms, max(all computation, communication) "
             facts += f"{second:.1f} ms, of that way {100 * reached:.0f} %"
         facts += f"; lowest core share {result['lowest_core_share']:.2f}"
     facts += _auto(result)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    aligned = [
-        [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+    if not markdown:
+        return "\n".join([f"== {heading}", f"   {facts}", *("   " + "  ".join(row) for row in aligned(rows)), ""])
+    return "\n".join([f"### {heading}", "", f"{facts[0].upper()}{facts[1:]}.", "", *markdown_table(rows), ""])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Cells as wide as their columns, the first column to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
         for row in rows
     ]
-    if not markdown:
-        return "\n".join([f"== {title}", f"   {facts}", *("   " + "  ".join(row) for row in aligned), ""])
-    rule = "|".join("-" * (width + 2) if i == 0 else "-" * (width + 1) + ":" for i, width in enumerate(widths))
-    lines = [f"| {' | '.join(row)} |" for row in aligned]
-    return "\n".join([f"### {title}", "", f"{facts[0].upper()}{facts[1:]}.", "", lines[0], f"|{rule}|", *lines[1:], ""])
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose first row is its head."""
+    cells = aligned(rows)
+    rule = "|".join("-" * (len(cell) + 1) + ":" if i else "-" * (len(cell) + 2) for i, cell in enumerate(cells[0]))
+    head, *rest = [f"| {' | '.join(row)} |" for row in cells]
+    return [head, f"|{rule}|", *rest]
 
 
 def _auto(result: dict[str, Any]) -> str:
@@ -136,7 +143,7 @@ def _auto(result: dict[str, Any]) -> str:
     if not result.get("auto"):
         return ""
     best = min((mode for mode in result["auto"]), key=lambda mode: result["modes"][mode]["median_ms"])
-    found = f'; "auto" ÷ {MODES[best]} {Interval(**result["auto"][best])}'
+    found = f'; "auto" ÷ {title(best)} {Interval(**result["auto"][best])}'
     built = result["modes"][AUTO].get("built", {})
     if "speeds" in built:
         network, machine = built["speeds"]["network"], built["speeds"]["machine"]

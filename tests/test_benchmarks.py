@@ -10,16 +10,15 @@ import torch
 from benchmarks import modes, network, planner, step_time, tables
 from tests.live.programs import run_benchmark
 
-MODES = ["local", "ddp", "ddp_compile", "fxddp", "fxddp_unsplit"]
+MODES = ["local", "ddp", "ddp_compile", "fxddp", "fxddp_unsplit", "fxddp@3"]
 
 
 def test_tiny_run(tmp_path: Path) -> None:
     """Two ranks, every mode, gradients checked, a table with a row per mode, and the same in the JSON file."""
     report_file, shared_cache = tmp_path / "report.json", tmp_path / "shared"
     options = ["--models", "smoke", "--rates", "none,1gbit", "--no-namespaces", "--bucket-mb", "1", "--rounds", "2"]
-    done = run_benchmark(
-        "step_time", *options, "--markdown", "--json", str(report_file), TORCHINDUCTOR_CACHE_DIR=str(shared_cache)
-    )
+    options += ["--modes", ",".join(MODES), "--markdown", "--json", str(report_file)]
+    done = run_benchmark("step_time", *options, TORCHINDUCTOR_CACHE_DIR=str(shared_cache))
     assert done.returncode == 0, done.stderr
     assert not [path for path in shared_cache.rglob("*") if path.is_file()]  # compiled code is of this run alone
     assert "plain loopback instead of a shaped network" in done.stderr and "not measured: ['1gbit']" in done.stderr
@@ -49,6 +48,8 @@ def test_tiny_run(tmp_path: Path) -> None:
     assert result["modes"]["fxddp"]["built"]["launches"] > 1
     assert result["modes"]["fxddp"]["built"]["pieces"] > 1
     assert result["modes"]["fxddp_unsplit"]["built"]["pieces"] == 1
+    usual, larger = (result["modes"][mode]["built"]["buckets"] for mode in ("fxddp", "fxddp@3"))
+    assert max(usual) < 2 * 2**20 <= max(larger) and sum(usual) == sum(larger)
 
 
 @pytest.mark.parametrize(("count", "low", "high"), [(1, 1, 1), (5, 1, 5), (6, 1, 6), (15, 4, 12), (20, 6, 15)])
@@ -87,8 +88,36 @@ def test_wrong_gradients_are_not_measured() -> None:
 
 
 def test_modes_have_code_objects_of_their_own() -> None:
-    first, second = (modes.fresh_models(tag).ResidualMLP.forward.__code__ for tag in ("one", "two"))
-    assert first is not second
+    first, second = (modes.fresh_models(tag).ResidualMLP for tag in ("ddp@5", "ddp@0.5"))
+    assert first.forward.__code__ is not second.forward.__code__
+    assert first.__module__ != second.__module__  # by which Dynamo finds them again
+
+
+@pytest.mark.parametrize(
+    ("mode", "bucket_mb", "cap"), [("ddp", 5, 5), ("ddp@0.5", 5, 0.5), ("ddp_static@25", 5, None), ("ddp", 25, None)]
+)
+def test_ddp_gets_its_default_by_not_asking(
+    mode: str, bucket_mb: float, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first bucket of the default has 1 MiB, that of 25 MiB asked for has 25."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(modes, "DistributedDataParallel", lambda module, **arguments: asked.update(arguments))
+    modes.build(mode, "smoke", rank=0, bucket_mb=bucket_mb)
+    assert asked == {"bucket_cap_mb": cap, "gradient_as_bucket_view": True, "static_graph": "static" in mode}
+
+
+@pytest.mark.parametrize(
+    ("mode", "parts", "title"),
+    [
+        ("ddp", ("ddp", None), "DDP, eager"),
+        ("ddp_uncut@25", ("ddp_uncut", 25), "torch.compile(DDP), forward not cut, 25 MiB"),
+        ("fxddp@0.5", ("fxddp", 0.5), "fxddp, 0.5 MiB"),
+    ],
+)
+def test_a_mode_may_have_a_bucket_size(mode: str, parts: tuple[str, float | None], title: str) -> None:
+    modes.check_mode(mode)
+    assert modes.split_size(mode) == parts
+    assert modes.title(mode) == title
 
 
 @pytest.mark.parametrize(("text", "bits"), [("none", None), ("1gbit", 1e9), ("2.5gbit", 2.5e9), ("500mbit", 5e8)])
@@ -142,7 +171,13 @@ def test_four_ranks(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--ranks", "3"], "--ranks must be a multiple of 2"),
-        (["--modes", "fxddp,fxddp_optimizer"], "give --optimizer"),
+        (["--modes", "fxddp,fxddp_optimizer@5"], "give --optimizer"),
+        (["--modes", "fxddp@5,ddp@5,fxddp@5"], "expected different ones"),
+        (["--modes", "fxddp@5,dpd@5"], "got mode 'dpd@5', expected one of local, ddp, "),
+        (["--modes", "fxddp_auto@5"], "fxddp_auto has no bucket size to choose"),
+        (["--modes", "ddp@"], "mode 'ddp@': expected a number of MiB > 0 after '@'"),
+        (["--modes", "ddp@0"], "mode 'ddp@0': expected a number of MiB > 0 after '@'"),
+        (["--modes", "ddp@inf"], "mode 'ddp@inf': expected a number of MiB > 0 after '@'"),
     ],
 )
 def test_what_makes_no_comparison_is_refused(
