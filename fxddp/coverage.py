@@ -7,9 +7,9 @@ the usual way there: the node takes what `.grad` held, so what is there at the e
 hooks, for good and before autograd accumulates anything, in the first backward that does not execute that node, which
 is asked when it begins, while some graph of autograd's holds one of them: graphs of other models do not. Or in the
 first that takes another way through the node, which is known before it hands on to the parameters. What no graph
-answers for gets its hook when the first such backward begins. Graphs of one backend that pack the same parameters, such as
-one for each batch size, are one in this: each forward's node is the last one's then. A backward that C++ starts, and
-that comes through no graph, is not seen to begin: there only hooks notice.
+answers for gets its hook when the first such backward begins. Graphs of one backend that pack the same parameters, such
+as one for each batch size, are one in this: each forward's node is the last one's then. A backward that C++ starts,
+and that comes through no graph, is not seen to begin: there only hooks notice.
 """
 
 import weakref

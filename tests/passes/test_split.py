@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.attention.flex_attention as flex
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -533,3 +534,24 @@ def test_inductor_compiles_pieces_with_symbolic_sizes() -> None:
     (rewritten,) = check_inductor(Reshaping(), dynamic(5, 4), dynamic(7, 4), cap=150)
     assert len(rewritten.pieces) > 1
     assert any(map(symbols, rewritten.pieces))
+
+
+@pytest.mark.parametrize(("parts", "expected"), [(2, 64), (16, 64), (64, 16), (2000, 1)])
+def test_wide_packs_are_compiled_with_fewer_tries_to_fuse(
+    parts: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = torch._inductor.config
+    assert config.max_fusion_buffer_group_pairwise_attempts == 64
+    builder = Builder()
+    tangent = builder.tangent(3)
+    gm = builder.finish([builder.call(aten.mul.Tensor, tangent, i) for i in range(parts)])
+    _, pieces = cut(gm, plan_by_hand(specs_of(gm), range(parts)))
+    seen: list[int] = []
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx_inner",
+        lambda *_, **__: seen.append(config.max_fusion_buffer_group_pairwise_attempts),
+    )
+    for piece in pieces:
+        compile_piece(piece, {})
+    assert seen == [expected]
+    assert config.max_fusion_buffer_group_pairwise_attempts == 64
