@@ -142,7 +142,7 @@ class Compilation:
             launch=None if settings.overlap is None else self._launches,
             way=self._way,
             inputs=inputs,
-            products=settings.inductor,
+            fold=settings.inductor,
             keep=settings.keep_graphs,
         )
         mutated = _compat.mutated_inputs()
@@ -169,7 +169,8 @@ class Compilation:
         assert speeds is not None
         values = rounded(told.values)
         seconds = [CAUTION * float(speeds.machine.seconds(piece.work.at(values))) for piece in told.pieces]
-        sending = [float(speeds.network.all_reduce(bucket.nbytes)) for bucket in plan.buckets]
+        travels = partial(self._settings.wire_bytes, world_size=speeds.network.world_size)
+        sending = [float(speeds.network.all_reduce(travels(bucket))) for bucket in plan.buckets]
         return plan_launches(list(accumulate(seconds))[: len(sending)], sending, first_needed(plan, self._reads))
 
     def _sent(self, grad: GradSpec) -> int:

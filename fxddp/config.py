@@ -218,7 +218,11 @@ def _check_overlap(overlap: object, optimizer: object, *, split: bool, algorithm
     for holds, given, why in (
         (not split, "split=False", "buckets are waited for inside one graph"),
         (algorithm != "all_reduce", f"algorithm={algorithm!r}", "later steps of a bucket would wait for the forward"),
-        (comm_hook is not None, f"comm_hook={comm_hook!r}", "what it keeps between steps is settled in the backward"),
+        (
+            comm_hook not in (None, *COMM_HOOKS),
+            f"comm_hook={comm_hook!r}",
+            "what it keeps between steps is settled in the backward",
+        ),
     ):
         if holds:
             raise ValueError(f"overlap={NEXT_FORWARD!r} does not go with {given}: {why}. Leave one of both out")

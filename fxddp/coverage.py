@@ -44,17 +44,12 @@ class Coverage:
         self.bare = False
         self._key = key
         self._node: weakref.ref[Any] | None = None
-        self._watchers: list[Watchers] = []
-        self._claim(watchers)
-
-    def _claim(self, watchers: Sequence[Watchers]) -> None:
-        if not (watchers and all(each.claim(self.end) for each in watchers)):
-            for each in watchers:
-                each.hook()
-            return
         self._watchers = list(watchers)
-        self.bare = True
-        _bare[self._key] = self
+        if watchers and all(each.claim(self.end) for each in watchers):
+            self.bare = True
+            _bare[key] = self
+        else:
+            self.end()
 
     def expect(self, node: Any) -> None:
         """A forward ran, and this is the node that its backward will execute."""

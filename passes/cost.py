@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from .allreduce import is_collective, is_wait
-from .products import SCALED_MM
+from .folding import SCALED_MM
 
 __all__ = ["Machine", "Network", "Size", "Speeds", "Work", "graph_work", "node_work", "symbol_values", "valued"]
 
@@ -130,7 +130,7 @@ def _work(node: fx.Node) -> Work:
     read: Size = 0
     in_place: Size = 0
     for source in sources:
-        if source.target is SCALED_MM:  # see products.py
+        if source.target is SCALED_MM:  # see folding.py
             in_place = in_place + _nbytes(source)
             continue
         base = _base(source)

@@ -12,11 +12,11 @@ from torch import fx
 from .allreduce import insert_allreduce
 from .bucketing import plan_buckets
 from .compress import compress
+from .folding import fold_scale
 from .gradients import find_gradients
 from .layout import lay_out
 from .outline import Outline, outline, with_pieces
 from .plan import BucketPlan, GradSpec
-from .products import take_products
 from .schedule import schedule
 from .split import Program, bind_symbols, split
 from .stages import Way, take_stages
@@ -63,7 +63,7 @@ def rewrite_backward(
     wire: torch.dtype | None = None,
     launch: Callable[[BucketPlan, Outline], tuple[tuple[int, ...], ...]] | None = None,
     inputs: Sequence[Any] | None = None,
-    products: bool = False,
+    fold: bool = False,
     keep: bool = False,
 ) -> Rewritten:
     """Plans the buckets of a backward graph and rewrites it for them.
@@ -80,7 +80,7 @@ def rewrite_backward(
         wire: the dtype in which wider buckets travel, None for their own.
         launch: says which buckets are launched when one has been packed; None for each by itself.
         inputs: the (fake) values that the graph will be called with, if they may differ from the traced ones.
-        products: have matrix products write gradients to their places in a bucket.
+        fold: fold the factors of buckets into what computes gradients.
         keep: keep the readable code after each pass.
     """
     history: list[PassRecord] = []
@@ -109,7 +109,7 @@ def rewrite_backward(
     rewrites: list[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]] = [
         ("insert_allreduce", lambda g: insert_allreduce(g, plan=plan, groups=way.groups)),
         *([("compress", lambda g: compress(g, wire=wire))] if wire is not None else []),
-        *([("take_products", take_products)] if products else []),
+        *([("fold_scale", fold_scale)] if fold else []),
         *([("take_stages", lambda g: take_stages(g, stages=way.stages))] if way.stages else []),
         ("schedule", schedule),
         ("bind_symbols", bind_symbols),

@@ -24,10 +24,10 @@ from .allreduce import (
     is_wait,
 )
 from .compress import narrows, packed_bucket, reduced_by
+from .folding import folded
 from .forward import ForwardProgram
 from .gradients import graph_outputs
 from .plan import Bucket, BucketPlan, GradSpec
-from .products import PRODUCT_META, SCALED_MM
 from .split import Program
 from .stages import Way
 
@@ -136,10 +136,10 @@ def _packed(send: fx.Node, bucket: Bucket) -> list[Any]:
 
 
 def _unscaled(part: Any, grad: GradSpec) -> Any:
-    if part.target is SCALED_MM:
-        return part.meta[PRODUCT_META] if SCALE_META in part.args[2].meta else None
-    while part.target in (aten.reshape.default, aten.permute.default):
+    while (gradient := folded(part)) is None and part.target in (aten.reshape.default, aten.permute.default):
         part = part.args[0]
+    if gradient is not None:
+        return gradient
     if part.target is not aten.mul.Tensor or SCALE_META not in part.args[1].meta:
         return None
     return part.args[0] if grad.shape else part.args[0].args[0]

@@ -80,8 +80,8 @@ def pairs(make: Any, inner: str, **options: Any) -> Any:
     return found
 
 
-def same_weights(rank: int, world: int, inner: str) -> None:
-    (module, optimizer, model, backend), (reference, stepped, usual, _) = pairs(Deep, inner)
+def same_weights(rank: int, world: int, inner: str, comm_hook: str | None) -> None:
+    (module, optimizer, model, backend), (reference, stepped, usual, _) = pairs(Deep, inner, comm_hook=comm_hook)
     schedules = [lr_scheduler.ExponentialLR(each, 0.8) for each in (optimizer, stepped)]
     for step in range(5):
         losses = []
@@ -114,9 +114,9 @@ def same_weights(rank: int, world: int, inner: str) -> None:
         expect("wait" in kinds[kinds.index("forward") :], f"between the pieces: {kinds}")
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_weights_of_an_optimizer_in_backward(pool: Pool, inner: str):
-    pool.run(same_weights, inner, timeout=180)
+@pytest.mark.parametrize(("inner", "comm_hook"), [("aot_eager", None), ("inductor", None), ("aot_eager", "bf16")])
+def test_weights_of_an_optimizer_in_backward(pool: Pool, inner: str, comm_hook: str | None):
+    pool.run(same_weights, inner, comm_hook, timeout=180)
 
 
 class Mixed(nn.Module):
@@ -506,7 +506,7 @@ def test_what_it_does_not_go_with():
         ({**given, "overlap": "next"}, "next_forward"),
         ({**given, "split": False}, "split=False"),
         ({**given, "algorithm": "ring"}, "ring"),
-        ({**given, "comm_hook": "bf16"}, "bf16"),
+        ({**given, "comm_hook": fxddp.Int8()}, "Int8"),
     ):
         with pytest.raises(ValueError, match=said):
             fxddp.backend(**options)

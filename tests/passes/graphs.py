@@ -210,7 +210,7 @@ def train_with_inductor(
                 first_cap=cap,
                 way=WAY,
                 inputs=values,
-                products=True,
+                fold=True,
             )
             done.append(rewritten)
             pieces = [compile_piece(piece, arguments) for piece in rewritten.pieces]

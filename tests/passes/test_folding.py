@@ -1,4 +1,4 @@
-"""Matrix products that write gradients into buckets: which ones, and that the values stay the same."""
+"""The factor of a bucket, folded into what computes a gradient: which ones, and that the values stay the same."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxddp.passes.allreduce import insert_allreduce, scale_dtypes
 from fxddp.passes.compress import compress
 from fxddp.passes.cost import graph_work
-from fxddp.passes.products import SCALED_MM, WORTHWHILE, take_products
+from fxddp.passes.folding import SCALED_MM, WORTHWHILE, fold_scale
 from fxddp.passes.schedule import schedule
 from fxddp.passes.split import bind_symbols, split
 from fxddp.passes.verify import snapshot, verify
@@ -53,13 +53,14 @@ def check(
 ) -> fx.GraphModule:
     """Rewrites a graph with both gradients in one bucket; its values, whole and in pieces, are those of before."""
     inputs, before = random_inputs(gm), snapshot(gm)
+    multiplied = sum(node.target is aten.mm.default for node in calls(gm))
     exact = run_graph(gm, *inputs)
     plan = plan_by_hand(specs_of(gm, strides), list(range(len(before))))
     insert_allreduce(gm, plan=plan, groups=[GROUP])
     compress(gm, wire=wire)
-    assert take_products(gm, worthwhile=0) is gm
+    assert fold_scale(gm, worthwhile=0) is gm
     assert products(gm) == expected
-    assert (aten.mm.default in [node.target for node in calls(gm)]) == (not expected)
+    assert sum(node.target is aten.mm.default for node in calls(gm)) == multiplied - expected
     schedule(gm)
     bind_symbols(gm)
     verify(gm, plan=plan, before=before, way=WAY, wire=wire)
@@ -130,9 +131,39 @@ def test_a_product_that_is_read_elsewhere_stays() -> None:
 
 def test_what_is_no_product_by_itself_stays() -> None:
     check(product(lambda b, n: b.call(aten.add.Tensor, n, n)), 0)
+    check(product(lambda b, n: b.call(aten.mul.Tensor, n, 2.0)), 0)
+    check(product(lambda b, n: b.call(aten.mul.Tensor, n, b.saved(3, 4))), 0)
     builder = Builder()
     x, tangent = builder.saved(3, 5, dtype=torch.complex64), builder.tangent(5, 4, dtype=torch.complex64)
     check(builder.finish([builder.call(aten.mm.default, x, tangent)]), 0)
+
+
+def table(*, accumulate: bool = True, zeros: float = 0, again: bool = False) -> fx.GraphModule:
+    """The gradients of a table of (7, 2), of which rows were picked, and of what they were multiplied with."""
+    builder = Builder()
+    indices = builder.constant("indices", torch.tensor([1, 3, 1]))
+    rows, tangent = builder.tangent(3, 2), builder.tangent(4)
+    start = builder.call(aten.full.default, [7, 2], float(zeros))
+    gradient = builder.call(aten.index_put.default, start, [indices], rows, accumulate)
+    outputs = [builder.call(aten.view.default, gradient, [2, 7]), builder.call(aten.sin.default, tangent)]
+    return builder.finish([*outputs, builder.call(aten.cos.default, gradient)] if again else outputs)
+
+
+def scaled_sums(gm: fx.GraphModule) -> int:
+    """How often the factor multiplies what has the size of the table."""
+    return sum(node.target is aten.mul.Tensor and node.meta["val"].numel() == 14 for node in calls(gm))
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_rows_of_a_table(wire: Any) -> None:
+    assert scaled_sums(check(table(), 0, wire=wire)) == 0
+
+
+def test_other_tables_stay() -> None:
+    """One that is no sum of what is put into it, or that something else reads."""
+    for gm in (table(accumulate=False), table(zeros=1), table(again=True)):
+        before = sum(node.target is aten.cos.default for node in calls(gm))
+        assert scaled_sums(check(gm, 0)) == 1 + before
 
 
 def test_small_products_stay() -> None:
@@ -141,7 +172,7 @@ def test_small_products_stay() -> None:
         gm = builder.finish([builder.call(aten.mm.default, builder.saved(rows, 2), builder.tangent(2, 64))])
         insert_allreduce(gm, plan=plan_by_hand(specs_of(gm), [0]), groups=[GROUP])
         before = text(gm)
-        assert (text(take_products(gm)) == before) == (rows * 64 * 4 < WORTHWHILE)
+        assert (text(fold_scale(gm)) == before) == (rows * 64 * 4 < WORTHWHILE)
         return gm
 
     enough = WORTHWHILE // 256
@@ -160,7 +191,7 @@ def test_work_of_a_product() -> None:
     gm = product(plain)
     insert_allreduce(gm, plan=plan_by_hand(specs_of(gm), [0, 1]), groups=[GROUP])
     before = graph_work(gm)
-    take_products(gm, worthwhile=0)
+    fold_scale(gm, worthwhile=0)
     after = graph_work(gm)
     assert before.flops - 3 * 4 == after.flops, "the product counts as one, and the multiplication is not there"
     assert before.nbytes - 2 * 3 * 4 * 4 == after.nbytes, "nor is it read and written once more"
