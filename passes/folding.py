@@ -91,7 +91,7 @@ def fold_scale(gm: fx.GraphModule, *, worthwhile: int = WORTHWHILE) -> fx.GraphM
             continue
         if source.target is aten.mm.default:
             _fold_into_product(graph, call, source, views, scaled)
-        elif _adds_up_rows(source):
+        elif adds_up_rows(source):
             _fold_into_rows(graph, call, source, scaled)
     graph.lint()
     gm.recompile()
@@ -147,8 +147,10 @@ def _lies_transposed(product: Tensor, views: list[Any]) -> bool | None:
     return None
 
 
-def _adds_up_rows(node: fx.Node) -> bool:
-    """Whether a node adds rows to a table of zeros."""
+def adds_up_rows(node: Any) -> bool:
+    """Whether a value is a table of zeros to which rows were added, or a view of it."""
+    while node.target in _VIEWS:
+        node = node.args[0]
     if str(node.target) not in _SCATTERS:
         return False
     table: Any = node.args[0]

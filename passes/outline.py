@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from .cost import Work, graph_work, node_work, symbol_values
+from .folding import adds_up_rows
 from .forward import Reads
 from .gradients import graph_outputs
 from .plan import GradSpec
@@ -38,12 +39,15 @@ class Source:
 class GradNote:
     """Of one gradient: the node that computes it, the model's line behind it, and the work until it is ready.
 
+    And whether its rows are added up to a table.
+
     That is the work of all that this gradient and those ready earlier need: what they do not need is scheduled later.
     """
 
     node: str
     source: Source | None
     before: Work
+    rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ def outline(gm: fx.GraphModule, specs: Iterable[GradSpec]) -> Outline:
                 needed += costs[node]
                 stack += node.all_input_nodes
         node = results[grad.output]
-        grads[grad.output] = GradNote(node.name, source_of(node), needed)
+        grads[grad.output] = GradNote(node.name, source_of(node), needed, adds_up_rows(node))
     return Outline(len(costs), grads, values=symbol_values(gm), work=sum(costs.values(), Work()))
 
 

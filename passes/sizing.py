@@ -38,6 +38,9 @@ buckets that end one after the other need one before it and one after it. So the
 (`SIZES`). Otherwise they have no advantage: what was open can travel with the gradient, no later and with one latency
 less.
 
+A gradient whose rows are added up to a table is its own bucket where it has one (`folding.py`), and is copied into one
+that it shares. So it shares none where copying it takes longer than one more bucket (`COPYING`).
+
 Note [doubt]
 ~~~~~~~~~~~~
 Few buckets that just meet a deadline are wrong by as much as the prediction of the computation is, and that comes from
@@ -71,6 +74,9 @@ SLACK = (0.0, 0.003, 0.01, 0.03, 0.1)
 
 CUT = 50e-6
 """Seconds that one more bucket costs the processor: one more piece of compiled code, a launch and a wait."""
+
+COPYING = 3
+"""How often the bytes of a gradient cross the memory bus when it is copied: read, and written to what is read first."""
 
 LARGEST, SHARE = 64 << 20, 1 / 8
 """What a bucket may hold: bytes, or a share of all gradients; see Note [unequal buckets]."""
@@ -113,6 +119,7 @@ class Stretch:
         sent: bytes that travel for each.
         total: seconds of the backward.
         network: what sends them.
+        alone: outputs of gradients that share no bucket.
     """
 
     grads: tuple[GradSpec, ...]
@@ -120,6 +127,7 @@ class Stretch:
     sent: tuple[float, ...]
     total: float
     network: Network
+    alone: frozenset[int] = frozenset()
 
     @staticmethod
     def of(
@@ -127,12 +135,14 @@ class Stretch:
         when: Mapping[int, float],
         total: float,
         network: Network,
+        *,
         sent: Callable[[GradSpec], float] = lambda grad: grad.nbytes,
+        alone: frozenset[int] = frozenset(),
     ) -> "Stretch":
         """Makes one of gradients in any order, `when` by their outputs."""
         ordered = tuple(sorted(grads, key=lambda grad: (grad.ready, grad.output)))
         ready = accumulate((when[grad.output] for grad in ordered), max)
-        return Stretch(ordered, tuple(ready), tuple(map(sent, ordered)), total, network)
+        return Stretch(ordered, tuple(ready), tuple(map(sent, ordered)), total, network, alone)
 
     def finish(self, plan: BucketPlan, scale: float = 1.0) -> float:
         """Seconds after which backward and sending are over.
@@ -155,10 +165,22 @@ class Stretch:
 
     def plan(self) -> BucketPlan:
         """The best plan: one with these ends, unless one of a single size is better; see Note [unequal buckets]."""
-        found = [plan_buckets(self.grads, cap=LARGEST, first_cap=FIRST, ends=self.ends())]
+        found = [plan_buckets(self.grads, cap=LARGEST, first_cap=FIRST, ends=self.ends() | self._ends_around_alone())]
         if max((grad.nbytes for grad in self.grads), default=0) > self._largest / 2:
-            found += [plan_buckets(self.grads, cap=size, first_cap=FIRST) for size in SIZES]
+            least = min((grad.nbytes for grad in self.grads if grad.output in self.alone), default=math.inf)
+            found += [plan_buckets(self.grads, cap=size, first_cap=FIRST) for size in SIZES if size < least]
         return min(found, key=self.price)
+
+    def _ends_around_alone(self) -> frozenset[int]:
+        """The outputs of those that are alone, and of those of their kinds right before them."""
+        found: set[int] = set()
+        before: dict[Kind, int] = {}
+        for grad in self.grads:
+            kind = grad.dtype, grad.device
+            if grad.output in self.alone:
+                found |= {grad.output, before.get(kind, grad.output)}
+            before[kind] = grad.output
+        return frozenset(found)
 
     def ends(self) -> frozenset[int]:
         """The outputs of the gradients that end a bucket in the best plan."""
@@ -347,8 +369,14 @@ def choose_plan(
     def seconds(work: Work) -> float:
         return float(speeds.machine.seconds(work.at(values)))
 
+    grads = list(grads)
     when = {output: seconds(note.before) for output, note in told.grads.items()}
-    return Stretch.of(grads, when, seconds(told.work), speeds.network, sent).plan()
+    alone = frozenset(
+        grad.output
+        for grad in grads
+        if told.grads[grad.output].rows and seconds(Work(nbytes=COPYING * grad.nbytes)) > speeds.network.delay + CUT
+    )
+    return Stretch.of(grads, when, seconds(told.work), speeds.network, sent=sent, alone=alone).plan()
 
 
 def rounded(sizes: Mapping[Any, int]) -> dict[Any, int]:

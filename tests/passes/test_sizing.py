@@ -148,6 +148,27 @@ def test_what_lies_around_a_gradient_too_large_to_share_a_bucket(latency: float)
     assert len(small) == 1 or not latency
 
 
+@pytest.mark.parametrize("place", [0, 4, 8])
+@pytest.mark.parametrize("mib", [32, 64])
+def test_what_is_alone_shares_no_bucket(place: int, mib: int) -> None:
+    """Although one bucket would be best for so slow a network; as the table of an embedding."""
+    grads = [some_grad(i, mib * MIB // 4 if i == place else 1000) for i in range(9)]
+    when, network = {i: 1e-3 * i for i in range(9)}, Network(2, 1e9, 1e-2)
+    shared = [len(bucket.grads) for bucket in planned(Stretch.of(grads, when, 8e-3, network)).buckets]
+    assert (1 in shared) == (mib == 64), "too large to share one"
+    plan = planned(Stretch.of(grads, when, 8e-3, network, alone=frozenset({place})))
+    assert [grad.output for bucket in plan.buckets if bucket.nbytes >= mib * MIB for grad in bucket.grads] == [place]
+
+
+@pytest.mark.parametrize(("latency", "alone"), [(1e-5, True), (1e-1, False)])
+def test_a_table_is_alone_where_copying_it_takes_longer_than_one_more_bucket(latency: float, alone: bool) -> None:
+    grads = [some_grad(i, 1 << 20 if i == 1 else 1000) for i in range(3)]
+    notes = {i: GradNote(str(i), None, Work(flops=i), rows=i == 1) for i in range(3)}
+    speeds = Speeds(Machine(1e3, 1e10, 1e-6), Network(2, 1e9, latency))
+    plan = choose_plan(grads, Outline(9, notes, work=Work(flops=3)), speeds=speeds, sent=lambda grad: grad.nbytes)
+    assert any([grad.output for grad in bucket.grads] == [1] for bucket in plan.buckets) == alone
+
+
 def test_buckets_are_as_large_as_what_hides_them_and_the_last_ones_small() -> None:
     grads = [some_grad(i, 65536) for i in range(200)]  # 50 MiB, a quarter MiB each
     for gbit in (1, 16):
