@@ -149,7 +149,7 @@ def test_what_lies_around_a_gradient_too_large_to_share_a_bucket(latency: float)
 
 
 @pytest.mark.parametrize("place", [0, 4, 8])
-@pytest.mark.parametrize("mib", [32, 64])
+@pytest.mark.parametrize("mib", [32, 40, 64])
 def test_what_is_alone_shares_no_bucket(place: int, mib: int) -> None:
     """Although one bucket would be best for so slow a network; as the table of an embedding."""
     grads = [some_grad(i, mib * MIB // 4 if i == place else 1000) for i in range(9)]
