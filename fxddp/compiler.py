@@ -142,7 +142,7 @@ class Compilation:
             launch=None if settings.overlap is None else self._launches,
             way=self._way,
             inputs=inputs,
-            fold=settings.inductor,
+            fold=settings.inductor and _compat.calls_products(),
             keep=settings.keep_graphs,
         )
         mutated = _compat.mutated_inputs()

@@ -5,11 +5,11 @@ for each parameter in each backward, and hardly ever has anything to notice. So 
 long as each backward that may come to them executes the node of the graph's last forward, and all their gradients go
 the usual way there: the node takes what `.grad` held, so what is there at the end was accumulated elsewhere. They get
 hooks, for good and before autograd accumulates anything, in the first backward that does not execute that node, which
-is asked when it begins, while some graph of autograd's holds one of them: graphs of other models do not. Or in the
-first that takes another way through the node, which is known before it hands on to the parameters. What no graph
-answers for gets its hook when the first such backward begins. Graphs of one backend that pack the same parameters, such
-as one for each batch size, are one in this: each forward's node is the last one's then. A backward that C++ starts,
-and that comes through no graph, is not seen to begin: there only hooks notice.
+is asked when it begins, while some graph of autograd's holds one of them: graphs of other models do not. They get them
+as well in the first that takes another way through the node, which is known before it hands on to the parameters. What
+no graph answers for gets its hook when the first such backward begins. Graphs of one backend that pack the same
+parameters, such as one for each batch size, are one in this: each forward's node is the last one's then. A backward
+that C++ starts, and that comes through no graph, is not seen to begin: there only hooks notice.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from . import _compat
-from .watchers import Watchers, hook_waiting, watchers_of
+from .watchers import Watchers, hook_waiting, unreached, watchers_of
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -60,9 +60,9 @@ class Coverage:
         node = None if self._node is None else self._node()
         return node is not None and _compat.executes(node)
 
-    def reached(self) -> bool:
-        """Whether a backward may accumulate in one of the parameters: what does so holds it."""
-        return not _compat.unshared([p for each in self._watchers if (p := each.parameter()) is not None])
+    def unreached(self) -> bool:
+        """Whether the running backward comes to none of the parameters."""
+        return unreached(self._watchers)
 
     def end(self) -> None:
         """From now on hooks notice what autograd accumulates in the parameters."""
@@ -105,10 +105,10 @@ def end_all() -> None:
 
 
 def _begins(inside: bool) -> None:
-    hook_waiting()
+    hook_waiting(inside=inside)
     for reference in _bare.valuerefs():
         coverage = reference()
-        if coverage is not None and not (inside and (coverage.executes() or not coverage.reached())):
+        if coverage is not None and not (inside and (coverage.executes() or coverage.unreached())):
             coverage.end()
 
 

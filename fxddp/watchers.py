@@ -1,7 +1,7 @@
 """The hook of a parameter, which notices what autograd accumulates, and the backends that share it."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import methodcaller
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,10 @@ _watchers: dict[int, "Watchers"] = {}
 """By id of the parameter."""
 
 _waiting: dict[int, "Watchers"] = {}
-"""Those that came since a backward began last that might have come to them, and those of what was no leaf then; by id
-of the parameter."""
+"""Those for which it is not decided who answers, and those of what was no leaf then; by id of the parameter."""
+
+PATIENCE = 32
+"""Backwards of others after which those that wait get hooks all the same: asking takes time for each of them."""
 
 
 class Watchers:
@@ -40,6 +42,7 @@ class Watchers:
         self._hooked = False
         self._claimed_by: Callable[[], None] | None = None
         _watchers[identity] = self
+        self._waited = 0
         _waiting[identity] = self
         if _compat.in_backward():
             self.hook()
@@ -87,6 +90,11 @@ class Watchers:
             parameter.requires_grad_(False)
         _compat.put_first(_compat.hooks_after_accumulation(parameter), handle.id)
 
+    def waits_on(self) -> bool:
+        """Whether it may wait for one more backward."""
+        self._waited += 1
+        return self._waited <= PATIENCE
+
     def hook_unless_claimed(self) -> None:
         """`hook`, where nothing else answers for the parameter."""
         if self._claimed_by is None:
@@ -107,9 +115,14 @@ def hook(parameter: Tensor) -> None:
         watchers.hook()
 
 
-def hook_waiting() -> None:
-    """Hooks for all parameters that nothing else answers for: a backward begins, which may come to some of them."""
-    if _compat.unshared([p for each in list(_waiting.values()) if (p := each.parameter()) is not None]):
+def hook_waiting(*, inside: bool) -> None:
+    """Hooks for all parameters that nothing else answers for: a backward begins, which may come to them.
+
+    Args:
+        inside: it has begun, so that autograd's graphs hold all that it comes to; it does not start from a leaf.
+    """
+    waiting = list(_waiting.values())
+    if waiting and inside and waiting[0].waits_on() and unreached(waiting):
         return
     for identity in list(_waiting):
         watchers = _waiting.pop(identity, None)
@@ -128,6 +141,11 @@ def _hook(watchers: Watchers) -> Callable[[Tensor], None]:
             watchers.accumulated(parameter)
 
     return _compat.only_inlined(hook)  # type: ignore[no-any-return]  # unlike a disabled one, costs nothing more
+
+
+def unreached(watchers: Iterable[Watchers]) -> bool:
+    """Whether no backward that runs comes to any of these parameters: what accumulates in one holds it."""
+    return _compat.unshared([p for each in watchers if (p := each.parameter()) is not None])
 
 
 def watchers_of(parameter: Tensor) -> Watchers | None:

@@ -130,7 +130,7 @@ def _work(node: fx.Node) -> Work:
     read: Size = 0
     in_place: Size = 0
     for source in sources:
-        if source.target is SCALED_MM:  # see folding.py
+        if source.target is SCALED_MM and node.target is torch.ops.aten.cat.default:  # see folding.py
             in_place = in_place + _nbytes(source)
             continue
         base = _base(source)

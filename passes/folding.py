@@ -11,8 +11,8 @@ Before:                                                  After:
 
 `scaled_mm` gives the product of matrices as a flat tensor, so that an inner compiler can have it computed right in its
 slice of `flat`: one pass over the gradient and one copy of it less. The factor multiplies the sums inside of the
-product, or what is added up to the table of an embedding. That is exact for powers of two; otherwise it rounds other
-values, as often or less. Small products are left alone: there, calling an operator of ours costs more than the copy.
+product, or what is added up to the table of an embedding: exact for powers of two, otherwise it rounds other values.
+Small products are left alone: there, calling an operator of ours costs more than the copy.
 """
 
 from typing import Any
@@ -79,6 +79,7 @@ def fold_scale(gm: fx.GraphModule, *, worthwhile: int = WORTHWHILE) -> fx.GraphM
     """
     graph = gm.graph
     call = caller(graph, fake_mode(graph))
+    changed = False
     factors = [node for node in graph.find_nodes(op="placeholder") if SCALE_META in node.meta]
     for scaled in [user for factor in factors for user in factor.users if user.target is aten.mul.Tensor]:
         views = _views_before(scaled)
@@ -90,11 +91,13 @@ def fold_scale(gm: fx.GraphModule, *, worthwhile: int = WORTHWHILE) -> fx.GraphM
         if value.numel() * value.dtype.itemsize < worthwhile:
             continue
         if source.target is aten.mm.default:
-            _fold_into_product(graph, call, source, views, scaled)
+            changed = _fold_into_product(graph, call, source, views, scaled) or changed
         elif adds_up_rows(source):
             _fold_into_rows(graph, call, source, scaled)
-    graph.lint()
-    gm.recompile()
+            changed = True
+    if changed:
+        graph.lint()
+        gm.recompile()
     return gm
 
 
@@ -114,13 +117,17 @@ def _views_after(node: fx.Node) -> list[Any]:
     return views
 
 
-def _fold_into_product(graph: fx.Graph, call: Any, product: fx.Node, before: list[Any], scaled: fx.Node) -> None:
-    """Puts `scaled_mm` in the place of a product, what is between it and the flat part of the bucket, and that."""
+def _fold_into_product(graph: fx.Graph, call: Any, product: fx.Node, before: list[Any], scaled: fx.Node) -> bool:
+    """Puts `scaled_mm` in the place of a product, what is between it and the flat part of the bucket, and that.
+
+    Returns:
+        Whether it can.
+    """
     after = _views_after(scaled)
     part = after[-1] if after else scaled
     transposed = _lies_transposed(product.meta["val"], [*before, *after])
     if transposed is None or part.meta["val"].dim() != 1:
-        return
+        return False
     a, b = product.args
     with graph.inserting_before(product):
         if transposed:
@@ -130,6 +137,7 @@ def _fold_into_product(graph: fx.Graph, call: Any, product: fx.Node, before: lis
     part.replace_all_uses_with(new)
     for node in reversed([product, *before, scaled, *after]):
         graph.erase_node(node)
+    return True
 
 
 def _lies_transposed(product: Tensor, views: list[Any]) -> bool | None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxddp
 from fxddp._compat import engine
-from fxddp.watchers import Watchers
+from fxddp.watchers import PATIENCE, Watchers
 from tests.live.lab import (
     Gradients,
     Mlp,
@@ -237,6 +237,29 @@ def test_what_autograd_accumulates_is_averaged_where_there_are_no_hooks(pool: Po
     pool.run(_unusual, options)
 
 
+def _leaf_alone(leaf: Tensor, _: nn.Module) -> None:
+    leaf.backward(data(3, 4))
+
+
+def _leaf_beside_another_model(leaf: Tensor, other: nn.Module) -> None:
+    torch.autograd.backward([loss_of(other, 1), leaf], [None, data(3, 4)])
+
+
+def _leaf_inside(leaf: Tensor, other: nn.Module) -> None:
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            torch.autograd.backward([leaf], [data(3, 4)])
+            return gradient
+
+    apply: Any = Inner.apply
+    apply(loss_of(other, 1)).backward()
+
+
 def _other_models(rank: int, world: int) -> None:
     model, module, _ = _bare({})
     plain = seeded(1, Mlp)
@@ -262,6 +285,23 @@ def _other_models(rank: int, world: int) -> None:
     torch.compile(second, backend=small_backend())
     (loss_of(plain, 1) + _norm(second)).backward()
     expect_equal(gradients(second), average(local_gradients(second, _norm)), "a step before anything is compiled")
+
+    for ran in (False, True):
+        for start in (_leaf_alone, _leaf_beside_another_model, _leaf_inside):
+            module = seeded(2, Mlp)
+            model, _ = compiled(module)
+            if ran:
+                loss_of(model, 0)
+            start(module.last.bias, plain)
+            expected = average({"bias": data(3, 4)})
+            expect_equal({"bias": module.last.bias.grad}, expected, f"{start.__name__}, after a forward: {ran}")
+
+    module = seeded(2, Mlp)
+    torch.compile(module, backend=small_backend())
+    for _ in range(PATIENCE + 1):
+        expect(_hooks(module) == 0, "nothing came to it")
+        loss_of(plain, 1).backward()
+    expect(_hooks(module) == 6, "it is not asked for ever")
 
     model, module, _ = _bare({})
     part = nn.Linear(8, 8)

@@ -120,21 +120,29 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         result("transformer", "1gbit", steps),  # "auto": the interval of six is their minimum and maximum
         result("transformer", "none", {mode: steps[mode][:5] for mode in steps}),  # too few to tell
         result("smoke", "none", {"local": times(1), "ddp@5": times(2), "fxddp@5": times(1)}),  # not judged
+        result("mlp", "1gbit", {mode: steps[mode] for mode in steps if mode != "fxddp_auto"}),  # which failed
+        result("gone", "none", steps),  # measured by another version
     ]
     file = tmp_path / "grid"
     for line in lines:
-        grid.append(file, {**line, "conditions": {"torch": "2", "rounds": None}, "asked": []})
+        grid.append(file, {**line, "conditions": {"torch": "2", "rounds": None}, "asked": list(steps)})
     assert grid.main([str(file), "--report"]) == 0
     shown = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("|")]
     assert rows[0] == list(grid.COLUMNS)
-    assert [row[0] for row in rows[2:]] == ["transformer, unshaped", "transformer, 1gbit", "smoke, unshaped"]
+    assert [row[0] for row in rows[2:]] == [
+        "transformer, unshaped",
+        "transformer, 1gbit",
+        "mlp, 1gbit",
+        "smoke, unshaped",
+    ]
     assert rows[3][1:5] == ["2000.0", "ddp_uncut@5 4000.0", "3980.0", "fxddp@5 3960.0"]
     assert rows[3][5:8] == ["0.995 [0.995, 1.194]", "0.990 [0.990, 0.990]", "1.005 [1.005, 1.206]"]
     assert rows[3][8:] == ["198%", "1.990", "0.90", "missed / passed"]
     assert rows[2][-1] == "missed / missed"
-    assert rows[4][3:] == ["–", "fxddp@5 2000.0", "–", "0.500 [0.500, 0.500]", "–", "–", "–", "0.90", ""]
-    assert '"auto": 0 of 2 judged points passed\nthe best size: 1 of 2 judged points passed\n' in shown
+    assert rows[4][-1] == "– / passed"
+    assert rows[5][3:] == ["–", "fxddp@5 2000.0", "–", "0.500 [0.500, 0.500]", "–", "–", "–", "0.90", ""]
+    assert '"auto": 0 of 3 judged points passed\nthe best size: 2 of 3 judged points passed\n' in shown
     assert "judged, but not measured yet: transformer, 2gbit; " in shown
 
 

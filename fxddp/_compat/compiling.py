@@ -125,8 +125,8 @@ def inductor_piece(gm: fx.GraphModule, inputs: Sequence[Any], arguments: dict[st
 def _few_fusions(gm: fx.GraphModule) -> AbstractContextManager[None]:
     """Has inductor's scheduler try fewer pairs of loops where a bucket is packed from many gradients.
 
-    All these loops read the factor, so each counts as a partner for the next 64: half of the time that compiling 400
-    gradients takes, though none of them gains by it.
+    All these loops read the factor, so each counts as a partner for the next 64, though none of them gains by it. What
+    else concatenates many tensors in this piece is treated alike.
     """
     from torch._inductor import config
 
@@ -153,6 +153,16 @@ def _strides_untold() -> Iterator[None]:
         yield
     finally:
         context.output_strides = before
+
+
+def calls_products() -> bool:
+    """Whether inductor's code calls matrix products in Python, as they are.
+
+    Not from C++, where an operator of ours has no name, nor as the fastest of several kernels.
+    """
+    from torch._inductor import config
+
+    return not (config.cpp_wrapper or config.max_autotune or config.max_autotune_gemm)
 
 
 def inductor_config_keys() -> frozenset[str]:

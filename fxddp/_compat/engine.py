@@ -27,8 +27,7 @@ _telling = threading.RLock()
 _EngineClass: Any = type(Variable._execution_engine)
 
 _comes_to: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether the running backward executes a node but that which it starts from. Raises for what `autograd.grad` captures.
-"""
+"""Whether the running backward executes a node; False for the one it starts from. Raises for what is captured."""
 
 
 def executes(node: Any) -> bool:

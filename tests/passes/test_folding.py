@@ -1,17 +1,20 @@
 """The factor of a bucket, folded into what computes a gradient: which ones, and that the values stay the same."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxddp.passes.allreduce import insert_allreduce, scale_dtypes
-from fxddp.passes.compress import compress
-from fxddp.passes.cost import graph_work
-from fxddp.passes.folding import SCALED_MM, WORTHWHILE, fold_scale
+from fxddp._compat import calls_products
+from fxddp.passes.allreduce import SCALE_META, insert_allreduce, scale_dtypes
+from fxddp.passes.compress import CONVERT, compress
+from fxddp.passes.cost import graph_work, node_work
+from fxddp.passes.folding import FOLDED_META, SCALED_MM, WORTHWHILE, fold_scale
 from fxddp.passes.schedule import schedule
 from fxddp.passes.split import bind_symbols, split
 from fxddp.passes.verify import snapshot, verify
@@ -19,11 +22,14 @@ from tests.passes.graphs import (
     GROUP,
     WAY,
     Builder,
+    Drawn,
     assert_same,
     aten,
+    backwards,
     calls,
     capture,
     plan_by_hand,
+    plan_of,
     random_inputs,
     run_graph,
     run_program,
@@ -138,6 +144,24 @@ def test_what_is_no_product_by_itself_stays() -> None:
     check(builder.finish([builder.call(aten.mm.default, x, tangent)]), 0)
 
 
+@settings(max_examples=60)
+@given(backwards(writes=True) | backwards())
+def test_any_graph(drawn: Drawn) -> None:
+    gm, turned = drawn
+    inputs, before = random_inputs(gm), snapshot(gm)
+    exact = run_graph(gm, *inputs)
+    plan = plan_of(gm, cap=40, strides=turned)
+    planned = {grad.output for grad in plan.grads}
+    insert_allreduce(gm, plan=plan, groups=[GROUP])
+    fold_scale(gm, worthwhile=0)
+    schedule(gm)
+    bind_symbols(gm)
+    verify(gm, plan=plan, before=before, way=WAY)
+    program, pieces = split(gm, plan=plan)
+    halves = [value * 0.5 if i in planned else value for i, value in enumerate(exact)]
+    assert_same(run_program(program, pieces, inputs, 0.5), halves)
+
+
 def table(*, accumulate: bool = True, zeros: float = 0, again: bool = False) -> fx.GraphModule:
     """The gradients of a table of (7, 2), of which rows were picked, and of what they were multiplied with."""
     builder = Builder()
@@ -152,6 +176,26 @@ def table(*, accumulate: bool = True, zeros: float = 0, again: bool = False) -> 
 def scaled_sums(gm: fx.GraphModule) -> int:
     """How often the factor multiplies what has the size of the table."""
     return sum(node.target is aten.mul.Tensor and node.meta["val"].numel() == 14 for node in calls(gm))
+
+
+@pytest.mark.parametrize("make", [lambda: product(plain), table])
+def test_a_wrong_factor_or_gradient_is_noticed(make: Callable[[], fx.GraphModule]) -> None:
+    for spoil in ("factor", "gradient", "nothing"):
+        gm = make()
+        before, plan = snapshot(gm), plan_by_hand(specs_of(gm), [0, 1])
+        insert_allreduce(gm, plan=plan, groups=[GROUP])
+        fold_scale(gm, worthwhile=0)
+        folded = [node for node in calls(gm) if FOLDED_META in node.meta]
+        assert len(folded) == 1
+        if spoil == "gradient":
+            folded[0].meta[FOLDED_META] = before[1]
+        if spoil == "factor":
+            (factor,) = (node for node in gm.graph.find_nodes(op="placeholder") if SCALE_META in node.meta)
+            other = gm.graph.find_nodes(op="placeholder")[0]
+            first = next(user for user in factor.users if user.meta["val"].dim() != 1 or user.target is SCALED_MM)
+            first.args = (*first.args[:-1], other)
+        with nullcontext() if spoil == "nothing" else pytest.raises(AssertionError, match="sends"):
+            verify(gm, plan=plan, before=before, way=WAY)
 
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
@@ -185,6 +229,22 @@ def test_the_sums_are_scaled_before_they_are_rounded(dtype: torch.dtype) -> None
     a, b = torch.full((2, 2), 200.0, dtype=dtype), torch.full((2, 2), 200.0, dtype=dtype)
     found = SCALED_MM(a, b, torch.tensor(0.5))
     assert torch.equal(found, torch.full((4,), 40_000.0, dtype=dtype))
+
+
+def test_work_of_a_cast_product() -> None:
+    """What is cast from its place is read there."""
+    gm = product(plain)
+    insert_allreduce(gm, plan=plan_by_hand(specs_of(gm), [0, 1]), groups=[GROUP])
+    compress(gm, wire=torch.bfloat16)
+    fold_scale(gm, worthwhile=0)
+    work = node_work(gm)
+    casts = [work[node].nbytes for node in calls(gm) if node.target is CONVERT and SCALED_MM in reads(node)]
+    assert casts == [3 * 4 * 4]
+    assert all(each.nbytes >= 0 for each in work.values())
+
+
+def reads(node: fx.Node) -> list[Any]:
+    return [source.target for source in node.all_input_nodes]
 
 
 def test_work_of_a_product() -> None:
@@ -246,3 +306,10 @@ def test_inductor_writes_them_to_their_places() -> None:
     parts = [(places[n], places[n] + n, first.numel) for n in (192 * 160, 192 * 96)]
     assert written.found == [(0, last.numel, last.numel), *parts]
     assert products(capture(model, x).rewrite().gm) == 0
+
+
+@pytest.mark.parametrize("setting", ["cpp_wrapper", "max_autotune", "max_autotune_gemm"])
+def test_inductor_settings_that_do_not_call_products_as_they_are(setting: str) -> None:
+    assert calls_products()
+    with torch._inductor.config.patch({setting: True}):
+        assert not calls_products()
