@@ -112,11 +112,12 @@ def unsynchronised(run: Run) -> Callable[[], AbstractContextManager[Any]]:
 def step(run: Run, way: str) -> None:
     """One step of training."""
     run.optimizer.zero_grad(set_to_none=not way.endswith(("zero", "0")))
-    if way.startswith("accumulate"):
-        with unsynchronised(run)():
-            for _ in range(LOCAL_BATCHES):
-                run.call(*run.inputs).backward()
-    run.call(*run.inputs).backward()
+    with run.surroundings():
+        if way.startswith("accumulate"):
+            with unsynchronised(run)():
+                for _ in range(LOCAL_BATCHES):
+                    run.call(*run.inputs).backward()
+        run.call(*run.inputs).backward()
     run.optimizer.step()
 
 

@@ -15,6 +15,7 @@ from fxddp.passes.allreduce import SCALE_META, insert_allreduce, scale_dtypes
 from fxddp.passes.compress import CONVERT, compress
 from fxddp.passes.cost import graph_work, node_work
 from fxddp.passes.folding import FOLDED_META, SCALED_MM, WORTHWHILE, fold_scale
+from fxddp.passes.outline import outline
 from fxddp.passes.schedule import schedule
 from fxddp.passes.split import bind_symbols, split
 from fxddp.passes.verify import snapshot, verify
@@ -201,6 +202,11 @@ def test_a_wrong_factor_or_gradient_is_noticed(make: Callable[[], fx.GraphModule
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
 def test_rows_of_a_table(wire: Any) -> None:
     assert scaled_sums(check(table(), 0, wire=wire)) == 0
+
+
+def test_the_outline_knows_tables() -> None:
+    gm = table()
+    assert [note.rows for note in outline(gm, specs_of(gm)).grads.values()] == [True, False]
 
 
 def test_other_tables_stay() -> None:
