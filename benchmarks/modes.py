@@ -57,6 +57,8 @@ MODES |= {
 }
 AUTO = "fxddp_auto"
 MODES |= {AUTO: 'fxddp, "auto"'}
+EAGER_BASELINE = "local_eager"
+MODES |= {EAGER_BASELINE: "eager, no communication"}
 MEASURING = (AUTO, NEXT_FORWARD)
 """Modes that are planned for the network they find; see Note [sweep]."""
 DYNAMO: dict[str, dict[str, Any]] = {
@@ -65,12 +67,14 @@ DYNAMO: dict[str, dict[str, Any]] = {
 }
 """Dynamo's settings while a mode is built and while it steps, if they are not the usual ones."""
 STOCK = frozenset(mode for mode in MODES if mode.startswith("ddp"))
-EAGER = STOCK - {"ddp_compile", *DYNAMO}
+EAGER = STOCK - {"ddp_compile", *DYNAMO} | {EAGER_BASELINE}
 COMPILED = frozenset(MODES) - EAGER
 BASELINE = "local"
 RIVAL = "ddp_compile"
 FIXED = "fxddp"
-UNSIZED = (BASELINE, AUTO)
+LOCAL = (BASELINE, EAGER_BASELINE)
+"""Modes that do not communicate."""
+UNSIZED = (*LOCAL, AUTO)
 """Modes without a bucket size to choose."""
 TORCH_BUCKET_MB = 25  # DistributedDataParallel's default
 NODES = 2
@@ -188,8 +192,8 @@ def build(mode: str, model: str, *, rank: int, bucket_mb: float, comm_hook: str 
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     backend = None
     call: Any
-    if name == BASELINE:
-        call = torch.compile(module)
+    if name in LOCAL:
+        call = torch.compile(module) if name in COMPILED else module
     elif name in STOCK or name == "reference":
         with surroundings(name):
             call = DistributedDataParallel(

@@ -28,12 +28,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from benchmarks.modes import (
-    BASELINE,
     CHECKED_RATE,
     COMPILED,
     HOOKED,
     IN_BACKWARD,
     LEARNING_RATE,
+    LOCAL,
     MEASURING,
     MIB,
     NODES,
@@ -97,9 +97,9 @@ class Rank:
                 found = self._updated_gradients(run)
             else:
                 self._warm_up_step(run)
-                found = averaged_gradients(run, by_hand=name == BASELINE)
+                found = averaged_gradients(run, by_hand=name in LOCAL)
             if step in (0, WARM_UP_STEPS - 1):
-                compressed = None if name == BASELINE or (hook == "powersgd" and step == 0) else hook
+                compressed = None if name in LOCAL or (hook == "powersgd" and step == 0) else hook
                 differences.append(check_gradients(mode, found, self.reference, compressed))
         seconds = time.perf_counter() - begin
         graphs, compiles = counters["stats"]["unique_graphs"] - graphs, counters["aot_autograd"]["total"] - compiles

@@ -16,7 +16,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .group import Group
 
 MACHINES = {
-    "cpu": Machine(flops=1e11, memory=2e10, launch=2e-6),
+    "cpu": Machine(flops=1e11, memory=2e10, launch=6e-6),
     "cuda": Machine(flops=1e14, memory=2e12, launch=4e-6),
 }
 """What is assumed of a device that nobody described: a few cores of a server; a data centre GPU with tensor cores."""
@@ -49,8 +49,18 @@ LARGE = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 BUDGET = 0.1
 """Seconds: a larger all-reduce is tried if two of it will probably take less."""
 
-ALIKE = {"latency": 2.0, "bandwidth": 1.3, "flops": 1.3, "memory": 1.3}
+ALIKE = {
+    "latency": 2.0,
+    "bandwidth": 1.3,
+    "cpu_per_call": 2.0,
+    "cpu_per_byte": 2.0,
+    "flops": 1.3,
+    "memory": 1.3,
+}
 """Factors up to which a figure that was measured again counts as the same."""
+
+COSTS = ("latency", "cpu_per_call", "cpu_per_byte")
+"""Figures of which the slowest rank has the largest."""
 
 WORKLOADS = {"cpu": (512, 16 << 20), "cuda": (4096, 256 << 20)}
 """Rows of the square matrices that are multiplied, and bytes that are copied, to measure a processor."""
@@ -84,44 +94,49 @@ def speeds_of(backend: "Backend", group: "Group", tensor: torch.Tensor) -> Speed
 
 
 def _measure(group: "Group", device: torch.device, dtype: torch.dtype) -> Speeds:
-    latency, bandwidth = _network(group, device)
     flops, memory = _machine(device, dtype)
     key = (dist.get_process_group_ranks(group.process_group), group.backend_name, device.type, str(dtype))
     file = _compat.cache_folder() / f"fxddp-speeds-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
-    mine = {"latency": latency, "bandwidth": bandwidth, "flops": flops, "memory": memory}
-    told = group.channel.gather([mine, _read(file) if group.rank == 0 else None], lambda: WHAT)
-    worst = {name: (max if name == "latency" else min)(figures[name] for figures, _ in told) for name in mine}
+    mine = _network(group, device) | {"flops": flops, "memory": memory}
+    told = group.channel.gather([mine, _read(file, mine) if group.rank == 0 else None], lambda: WHAT)
+    worst = {name: (max if name in COSTS else min)(figures[name] for figures, _ in told) for name in mine}
     found = {name: float(f"{value:.2g}") for name, value in worst.items()}
     kept = told[0][1]
-    if kept is not None and all(1 / most <= kept[name] / found[name] <= most for name, most in ALIKE.items()):
+    if kept is not None and all(1 / ALIKE[name] <= kept[name] / found[name] <= ALIKE[name] for name in found):
         found = kept
     elif group.rank == 0:
         _write(file, found)
-    launch = assumed(device.type, group.size).machine.launch
-    return Speeds(
-        Machine(found["flops"], found["memory"], launch), Network(group.size, found["bandwidth"], found["latency"])
-    )
+    machine = Machine(found.pop("flops"), found.pop("memory"), assumed(device.type, group.size).machine.launch)
+    return Speeds(machine, Network(group.size, **found))
 
 
-def _network(group: "Group", device: torch.device) -> tuple[float, float]:
-    """Seconds for an empty message, and bytes per second. All ranks stop at the same size."""
+def _network(group: "Group", device: torch.device) -> dict[str, float]:
+    """The figures of a `Network`; those of the processor, if it computes too. All ranks stop at the same size."""
     sent = Network(group.size, 1.0, 0.0).sent
 
-    def timed(nbytes: int, times: int) -> list[float]:
+    def timed(nbytes: int, times: int) -> tuple[float, float]:
+        """Seconds of the fastest all-reduce, on the slowest rank; seconds of processor of this rank's, on average."""
         flat = torch.zeros(nbytes // 4, device=device)
-        return _timed(lambda: group.wait(group.all_reduce(flat), lambda: WHAT), times, device)
+        begin = time.process_time()
+        mine = min(_timed(lambda: group.wait(group.all_reduce(flat), lambda: WHAT), times, device))
+        taken = (time.process_time() - begin) / times
+        return max(group.channel.gather(mine, lambda: WHAT)), taken
 
     timed(SMALL, 2)  # the first one may open connections
-    sizes, times = [SMALL], [max(group.channel.gather(min(timed(SMALL, 20)), lambda: WHAT))]
+    sizes, found = [SMALL], [timed(SMALL, 20)]
     for nbytes in LARGE:
         sizes.append(nbytes)
-        times.append(max(group.channel.gather(min(timed(nbytes, 2)), lambda: WHAT)))
-        if 2 * 4 * times[-1] > BUDGET:
+        found.append(timed(nbytes, 2))
+        if 2 * 4 * found[-1][0] > BUDGET:
             break
-    seconds, nbytes = times[-1] - times[-2], sent(sizes[-1] - sizes[-2])
-    if seconds <= 0:
-        seconds, nbytes = times[-1], sent(sizes[-1])
-    return times[0] / (2 * (group.size - 1)), nbytes / seconds
+
+    def of_byte(times: Sequence[float]) -> float:
+        more = times[-1] - times[-2]
+        return float(more / sent(sizes[-1] - sizes[-2]) if more > 0 else times[-1] / sent(sizes[-1]))
+
+    seconds, taken = zip(*found, strict=True)
+    figures = {"latency": seconds[0] / (2 * (group.size - 1)), "bandwidth": 1 / of_byte(seconds)}
+    return figures | ({"cpu_per_call": taken[0], "cpu_per_byte": of_byte(taken)} if device.type == "cpu" else {})
 
 
 def _machine(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
@@ -150,11 +165,11 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _read(file: Path) -> dict[str, float] | None:
-    """What was measured by an earlier process, if it can be read."""
+def _read(file: Path, names: Iterable[str]) -> dict[str, float] | None:
+    """What was measured by an earlier process, if it can be read and has these figures."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         found = json.loads(file.read_text())
-        kept = {name: float(found[name]) for name in ALIKE}
+        kept = {name: float(found[name]) for name in names}
         return kept if min(kept.values()) > 0 else None
     return None
 

@@ -66,11 +66,22 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What connects the ranks: how many there are, bytes per second each can send, seconds for an empty message."""
+    """What connects the ranks.
+
+    Attributes:
+        world_size: how many there are.
+        bandwidth: bytes per second that each can send.
+        latency: seconds for an empty message.
+        cpu_per_call: seconds that an all-reduce of nothing takes from the processor that computes; 0 if another one
+            does it all.
+        cpu_per_byte: seconds that each byte sent takes from it.
+    """
 
     world_size: int
     bandwidth: float
     latency: float
+    cpu_per_call: float = 0.0
+    cpu_per_byte: float = 0.0
 
     def sent(self, nbytes: Any) -> Any:
         """Bytes that each rank sends for a ring all-reduce of this many."""

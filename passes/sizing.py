@@ -41,12 +41,22 @@ less.
 A gradient whose rows are added up to a table is its own bucket where it has one (`folding.py`), and is copied into one
 that it shares. So it shares none where copying it takes longer than one more bucket (`COPYING`).
 
+Note [one processor]
+~~~~~~~~~~~~~~~~~~~~
+On a CPU, what sends takes its time from what computes: c seconds for each byte, of which at most b are sent in a
+second. So of the B bytes that were ready before gradient k, from r[0] on, those that can have been sent delay it:
+
+    r'[k] = r[k] + min(c·B, f/(1 − f)·(r[k] − r[0])), f = min(1, b·c)
+
+`beside_sending` puts r' in place of r.
+
 Note [doubt]
 ~~~~~~~~~~~~
 Few buckets that just meet a deadline are wrong by as much as the prediction of the computation is, and that comes from
-arithmetic. So what is minimised is the mean step, each relative to the best possible, over computations from half to
-twice as long as predicted (`SCALES`); a bucket also costs the processor `CUT`. Candidates are the fewest buckets for
-each of these computations and for all of them, with more and less `SLACK`.
+arithmetic at the speed of large matrix products, which little else reaches: backwards of five models took 1.3 to 3.4
+times as long. So what is minimised is the mean step, each relative to the best possible, over computations that last
+`SCALES` times as long as predicted; a bucket also costs the processor `CUT`, and what its all-reduce takes from it.
+Candidates are the fewest buckets for each of these computations and for all of them, with more and less `SLACK`.
 """
 
 import math
@@ -68,12 +78,12 @@ from .plan import BucketPlan, GradSpec
 
 __all__ = ["Stretch", "choose_plan", "equal_size", "rounded"]
 
-SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
+SCALES = (0.7, 1.0, 1.4, 2.0, 2.8)
 SLACK = (0.0, 0.003, 0.01, 0.03, 0.1)
 """Later than the earliest end of the step, as a share of it."""
 
 CUT = 50e-6
-"""Seconds that one more bucket costs the processor: one more piece of compiled code, a launch and a wait."""
+"""Seconds that one more bucket costs the processor, without its all-reduce: a piece of compiled code, launch, wait."""
 
 COPYING = 3
 """How often the bytes of a gradient cross the memory bus when it is copied: read, and written to what is read first."""
@@ -287,7 +297,7 @@ class Stretch:
 
     def _mean(self, ends: Sequence[float], buckets: int) -> float:
         shares = [
-            (end + CUT * buckets) / max(self._earliest(scale)[-1], scale * self.total, CUT)
+            (end + cut_of(self.network) * buckets) / max(self._earliest(scale)[-1], scale * self.total, CUT)
             for scale, end in zip(SCALES, ends, strict=True)
         ]
         return sum(shares) / len(shares)
@@ -351,6 +361,38 @@ class Stretch:
             found.append(first)
 
 
+def cut_of(network: Network) -> float:
+    """Seconds that one more bucket costs the processor."""
+    return CUT + network.cpu_per_call
+
+
+def beside_sending(
+    grads: Iterable[GradSpec],
+    when: Mapping[int, float],
+    network: Network,
+    *,
+    sent: Callable[[GradSpec], float] = lambda grad: grad.nbytes,
+) -> dict[int, float]:
+    """When gradients are ready, by their outputs, if the processor also sends those before; Note [one processor].
+
+    Args:
+        grads: in any order.
+        when: seconds of the backward, without sending, until each is ready.
+        network: what sends them.
+        sent: bytes that travel for a gradient.
+    """
+    share = min(1.0, network.bandwidth * network.cpu_per_byte)
+    found: dict[int, float] = {}
+    taken, begin = 0.0, None
+    for grad in sorted(grads, key=lambda grad: when[grad.output]):
+        ready = when[grad.output]
+        begin = ready if begin is None else begin
+        most = share / (1 - share) * (ready - begin) if share < 1 else math.inf
+        found[grad.output] = ready + min(taken, most)
+        taken += network.cpu_per_byte * network.sent(sent(grad))
+    return found
+
+
 def choose_plan(
     grads: Iterable[GradSpec], told: Outline, *, speeds: Speeds, sent: Callable[[GradSpec], float]
 ) -> BucketPlan:
@@ -370,13 +412,17 @@ def choose_plan(
         return float(speeds.machine.seconds(work.at(values)))
 
     grads = list(grads)
-    when = {output: seconds(note.before) for output, note in told.grads.items()}
+    network, total = speeds.network, seconds(told.work)
+    computed = {output: seconds(note.before) for output, note in told.grads.items()}
+    when = beside_sending(grads, computed, network, sent=sent)
+    total += max((when[output] - computed[output] for output in when), default=0.0)
     alone = frozenset(
         grad.output
         for grad in grads
-        if told.grads[grad.output].rows and seconds(Work(nbytes=COPYING * grad.nbytes)) > speeds.network.delay + CUT
+        if told.grads[grad.output].rows
+        and seconds(Work(nbytes=COPYING * grad.nbytes)) > network.delay + cut_of(network)
     )
-    return Stretch.of(grads, when, seconds(told.work), speeds.network, sent=sent, alone=alone).plan()
+    return Stretch.of(grads, when, total, network, sent=sent, alone=alone).plan()
 
 
 def rounded(sizes: Mapping[Any, int]) -> dict[Any, int]:

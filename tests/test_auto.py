@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,16 @@ from tests.live.lab import (
 )
 from tests.live.pool import Pool
 
-SLOW = Speeds(Machine(1e6, 1e6, 0.0), Network(2, 1e5, 1e-6))
-FAST = Speeds(Machine(1e12, 1e12, 0.0), Network(2, 1e9, 1e-3))
+SLOW = Speeds(Machine(1e6, 1e6, 0.0), Network(2, 1e5, 1e-6, cpu_per_call=1e-7, cpu_per_byte=1e-9))
+FAST = Speeds(Machine(1e12, 1e12, 0.0), Network(2, 1e9, 1e-3, cpu_per_call=1e-8, cpu_per_byte=1e-10))
 """With the one even these models have several buckets, with the other all bytes take less than a message."""
 
 
 def pretend(speeds: Speeds = SLOW) -> None:
     """Has the measurement find this, on this rank."""
-    fxddp.speeds._network = lambda group, device: (speeds.network.latency, speeds.network.bandwidth)
+    figures = asdict(speeds.network)
+    del figures["world_size"]
+    fxddp.speeds._network = lambda group, device: {name: value for name, value in figures.items() if value}
     fxddp.speeds._machine = lambda device, dtype: (speeds.machine.flops, speeds.machine.memory)
 
 
@@ -100,6 +103,8 @@ def test_the_network_is_measured_once_and_agreed(pool: Pool, tmp_path: Path) -> 
     assert network.world_size == 2
     assert 1e-6 < network.latency < 1e-1
     assert 1e6 < network.bandwidth < 1e12
+    assert 1e-6 < network.cpu_per_call < 1e-1
+    assert 1e-12 < network.cpu_per_byte < 1e-6
     assert 1e8 < machine.flops < 1e14
     assert 1e8 < machine.memory < 1e13
     for found in (one, other):
@@ -122,8 +127,8 @@ def bounded(rank: int, world: int, bandwidth: float) -> tuple[float, float]:
     type(group).all_reduce = slow  # type: ignore[method-assign]
     try:
         begin = time.perf_counter()
-        _, found = fxddp.speeds._network(group, torch.device("cpu"))
-        return time.perf_counter() - begin, found
+        found = fxddp.speeds._network(group, torch.device("cpu"))
+        return time.perf_counter() - begin, found["bandwidth"]
     finally:
         type(group).all_reduce = plain  # type: ignore[method-assign]
 
@@ -296,12 +301,14 @@ def test_a_second_process_starts_warm_though_it_measures_a_little_differently(tm
 )
 def test_what_an_earlier_process_kept_is_read_with_care(tmp_path: Path, text: str) -> None:
     file = tmp_path / "kept.json"
-    assert fxddp.speeds._read(file) is None
+    names = ["latency", "bandwidth", "flops", "memory"]
+    assert fxddp.speeds._read(file, names) is None
     file.write_text(text)
-    assert fxddp.speeds._read(file) is None
+    assert fxddp.speeds._read(file, names) is None
     found = {"latency": 1e-5, "bandwidth": 1e9, "flops": 1e11, "memory": 1e10}
     fxddp.speeds._write(file, found)
-    assert fxddp.speeds._read(file) == found
+    assert fxddp.speeds._read(file, names) == found
+    assert fxddp.speeds._read(file, [*names, "cpu_per_call"]) is None, "figures that an older version did not measure"
     assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
 
 
@@ -355,7 +362,7 @@ def test_explain_shows_the_measured_network(pool: Pool, tmp_path: Path) -> None:
     text, data = pool.run(explained, str(tmp_path))[0]
     shown = " ".join(text.split())
     assert 'chosen by bucket_mb="auto"' in shown
-    assert "with 800000 bit/s and 1 µs a message (measured)" in shown
+    assert "with 800000 bit/s and 1 µs a message (measured), which take 100 ns a bucket and 1 ms a MiB" in shown
     assert '▸"auto"' in shown
     assert '"bucket_mb": "auto"' in data
 

@@ -264,7 +264,7 @@ def _network(
     usual = assumed("cpu", 1).network if known is None else known.network
     wide = usual.bandwidth if bandwidth is None else units.bandwidth(bandwidth)
     late = usual.latency if latency is None else units.seconds(latency)
-    return None if world_size is None else Network(world_size, wide, late)
+    return None if world_size is None else replace(usual, world_size=world_size, bandwidth=wide, latency=late)
 
 
 def _origins(known: Speeds | None, **given: float | str | None) -> dict[str, str]:

@@ -15,7 +15,7 @@ from fxddp.passes.bucketing import plan_buckets
 from fxddp.passes.cost import Machine, Network, Speeds, Work
 from fxddp.passes.outline import GradNote, Outline
 from fxddp.passes.plan import Bucket, BucketPlan, GradSpec, check_plan
-from fxddp.passes.sizing import Stretch, choose_plan, equal_size
+from fxddp.passes.sizing import Stretch, beside_sending, choose_plan, equal_size
 from tests.strategies import grad_lists, some_grad
 
 MIB = 1 << 20
@@ -171,9 +171,39 @@ def test_a_table_is_alone_where_copying_it_takes_longer_than_one_more_bucket(
     assert any([grad.output for grad in bucket.grads] == [1] for bucket in plan.buckets) == alone
 
 
+def plan_of(network: Network) -> BucketPlan:
+    """Of 12 MiB, a quarter at a time, that become ready evenly within a tenth of a second."""
+    grads = [some_grad(i, 65536) for i in range(48)]
+    notes = {i: GradNote("", None, Work(flops=i + 1)) for i in range(48)}
+    speeds = Speeds(Machine(480.0, 1.0, 0.0), network)
+    return choose_plan(grads, Outline(48, notes, work=Work(flops=48)), speeds=speeds, sent=lambda grad: grad.nbytes)
+
+
+def test_a_call_that_takes_much_of_the_processor_is_made_less_often() -> None:
+    counts = [len(plan_of(Network(2, 1e9, 1e-5, cpu_per_call=seconds)).buckets) for seconds in (0.0, 1e-3, 1e-1)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[1] > counts[2] == 1
+
+
+def test_what_a_processor_sends_delays_what_it_computes() -> None:
+    grads = [some_grad(i, 1 << 18) for i in range(5)]  # 1 MiB each
+    when = {i: float(i + 1) for i in range(5)}
+
+    def delays(bandwidth: float, cpu: float) -> list[float]:
+        """Of a MiB's seconds."""
+        found = beside_sending(grads, when, Network(2, bandwidth * MIB, 0.0, cpu_per_byte=cpu / MIB))
+        return [found[i] - when[i] for i in range(5)]
+
+    assert delays(100.0, 0.0) == [0.0] * 5
+    assert delays(100.0, 0.001) == pytest.approx([0.001 * i for i in range(5)]), "all before it were sent"
+    # Half a MiB a second, a quarter of each second is spent on it: four seconds bring three of computation.
+    assert delays(0.5, 0.5) == pytest.approx([i / 3 for i in range(5)])
+    assert delays(1.0, 2.0) == pytest.approx([2.0 * i for i in range(5)]), "the processor is what sends"
+
+
 def test_buckets_are_as_large_as_what_hides_them_and_the_last_ones_small() -> None:
     grads = [some_grad(i, 65536) for i in range(200)]  # 50 MiB, a quarter MiB each
-    for gbit in (1, 16):
+    for gbit in (1, 20):
         when = {i: 0.15 * (i + 1) / 200 for i in range(200)}
         stretch = Stretch.of(grads, when, 0.15, Network(2, gbit * 1e9 / 8, 1e-4))
         sizes = [bucket.nbytes for bucket in planned(stretch).buckets]
