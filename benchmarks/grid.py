@@ -16,7 +16,8 @@ it favours both.
 Note [judged]
 At each point that `JUDGED` names, fxddp has to show that it is not slower: the median of the ratios within the rounds
 no higher than 1.00, and the upper end of their 95 % interval no higher than 1.02. What varies too much to tell is
-missed.
+missed. So these points are measured once more, by those alone that were fastest (`contenders`), in more rounds: the
+intervals are narrow, and who was only lucky is not so twice.
 """
 
 import argparse
@@ -25,20 +26,21 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.modes import AUTO, BASELINE, FIXED, STOCK, TORCH_BUCKET_MB, BenchmarkError, name_of
+from benchmarks.modes import AUTO, BASELINE, EAGER_BASELINE, FIXED, STOCK, TORCH_BUCKET_MB, BenchmarkError, name_of
 from benchmarks.network import UNSHAPED, Network, bits_per_second
 from benchmarks.step_time import BuildError, end_on_signals, measure_model, names, note, opened_network
 from benchmarks.tables import Interval, markdown_table, median_interval
 
 RATES = (UNSHAPED, "5gbit", "2gbit", "1gbit", "200mbit")
-SLOW = ("200mbit",)
+SLOW, SLOWER = ("200mbit",), 4
+"""Rates at which steps take long, and how many times fewer rounds are made there."""
 
 
 def modes_of(sizes: Sequence[float], cut: Sequence[float]) -> tuple[str, ...]:
@@ -48,7 +50,7 @@ def modes_of(sizes: Sequence[float], cut: Sequence[float]) -> tuple[str, ...]:
         sizes: MiB of buckets, of eager DDP and of fxddp.
         cut: of torch.compile(DDP), at least 1 MiB, below which DDPOptimizer raises.
     """
-    found = [BASELINE, *(f"ddp@{size:g}" for size in sizes)]
+    found = [BASELINE, EAGER_BASELINE, *(f"ddp@{size:g}" for size in sizes)]
     found += [f"{mode}@{TORCH_BUCKET_MB}" for mode in ("ddp_copies", "ddp_static")]
     found += [f"{mode}@{size:g}" for mode in ("ddp_compile", "ddp_uncut") for size in cut]
     return *found, *(f"{FIXED}@{size:g}" for size in sizes), AUTO
@@ -56,28 +58,30 @@ def modes_of(sizes: Sequence[float], cut: Sequence[float]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is measured of a model: its modes, and the rounds at the usual rates and at those of `SLOW`."""
+    """What is measured of a model: its modes, and the rounds: of all points, and of those that are judged."""
 
     modes: tuple[str, ...]
     rounds: int
-    slow_rounds: int
+    judged_rounds: int
 
-    def rounds_at(self, rate: str) -> int:
-        return self.slow_rounds if rate in SLOW else self.rounds
+    def rounds_at(self, rate: str, *, judged: bool = False) -> int:
+        rounds = self.judged_rounds if judged else self.rounds
+        return max(6 if judged else 3, rounds // SLOWER) if rate in SLOW else rounds
 
 
 # Comes last, for what it leaves behind in its process: Dynamo traces into DDP from then on.
 REDUCER = f"ddp_python_reducer@{TORCH_BUCKET_MB}"
-MANY = (BASELINE, *(f"{mode}@{TORCH_BUCKET_MB}" for mode in ("ddp", "ddp_copies", "ddp_static", "ddp_compile", FIXED)))
+MANY_MODES = ("ddp", "ddp_copies", "ddp_static", "ddp_compile", FIXED)
+MANY = (BASELINE, EAGER_BASELINE, *(f"{mode}@{TORCH_BUCKET_MB}" for mode in MANY_MODES))
 GRID = {
-    "transformer": Row((*modes_of((5, 25), (5, 25)), REDUCER), rounds=9, slow_rounds=6),
-    "convnet": Row((*modes_of((2, 5, 25), (2, 25)), REDUCER), rounds=15, slow_rounds=9),
-    "mlp": Row((*modes_of((5, 25), (5, 25)), REDUCER), rounds=9, slow_rounds=6),
-    "tiny": Row((*modes_of((0.1, 25), (25,)), REDUCER), rounds=100, slow_rounds=60),
-    "embedding": Row((*modes_of((2, 25), (2, 25)), REDUCER), rounds=9, slow_rounds=6),
+    "transformer": Row((*modes_of((5, 25), (5, 25)), REDUCER), rounds=6, judged_rounds=31),
+    "convnet": Row((*modes_of((2, 5, 25), (2, 25)), REDUCER), rounds=9, judged_rounds=41),
+    "mlp": Row((*modes_of((5, 25), (5, 25)), REDUCER), rounds=6, judged_rounds=31),
+    "tiny": Row((*modes_of((0.1, 25), (25,)), REDUCER), rounds=60, judged_rounds=200),
+    "embedding": Row((*modes_of((2, 25), (2, 25)), REDUCER), rounds=6, judged_rounds=31),
     # Without what would compile for minutes at every rate, or trace 10,000 all-reduces.
-    "many": Row(MANY, rounds=30, slow_rounds=15),
-    "smoke": Row((*modes_of((1, 25), (1,)), REDUCER), rounds=6, slow_rounds=6),
+    "many": Row(MANY, rounds=30, judged_rounds=60),
+    "smoke": Row((*modes_of((1, 25), (1,)), REDUCER), rounds=6, judged_rounds=9),
 }
 USUAL_MODELS = [model for model in GRID if model != "smoke"]
 JUDGED = {
@@ -116,9 +120,11 @@ def append(path: Path, line: Line) -> None:
         file.write(json.dumps(line).encode() + b"\n")
 
 
-def points(lines: Sequence[Line]) -> dict[tuple[str, str], Line]:
-    """What was measured, by model and rate; of each the latest."""
-    return {(line["model"], line["rate"]): line for line in lines if "rate" in line}
+def points(lines: Sequence[Line], *, judged: bool = False) -> dict[tuple[str, str], Line]:
+    """What was measured, by model and rate; of each the latest. With `judged`, of the points that are judged."""
+    return {
+        (line["model"], line["rate"]): line for line in lines if "rate" in line and line.get("judged", False) == judged
+    }
 
 
 def failures(lines: Sequence[Line]) -> dict[tuple[str, str], str]:
@@ -126,11 +132,26 @@ def failures(lines: Sequence[Line]) -> dict[tuple[str, str], str]:
     return {(line["model"], line["failed"]): line["error"] for line in lines if "failed" in line}
 
 
-def missing_rates(model: str, rates: Sequence[str], lines: Sequence[Line]) -> list[str]:
-    """At which of these rates the model, in the modes that `GRID` has for it now, was not measured."""
-    there = points(lines)
-    asked = list(GRID[model].modes)
-    return [rate for rate in rates if (model, rate) not in there or there[model, rate]["asked"] != asked]
+def missing_rates(
+    model: str, asked: Sequence[str], rates: Sequence[str], lines: Sequence[Line], *, judged: bool
+) -> list[str]:
+    """At which of these rates the model was not measured in the modes that are asked for now."""
+    there = points(lines, judged=judged)
+    return [rate for rate in rates if (model, rate) not in there or there[model, rate]["asked"] != list(asked)]
+
+
+def judged_rates(model: str, lines: Sequence[Line]) -> list[str]:
+    """At which rates the model is judged, of those that were measured."""
+    return [rate for of, rate in JUDGED if of == model and (of, rate) in points(lines)]
+
+
+def contenders(model: str, lines: Sequence[Line]) -> tuple[str, ...]:
+    """Who is judged: at each rate the two of torch's ways that were fastest and fxddp's best size; and "auto"."""
+    found = {BASELINE, EAGER_BASELINE, AUTO}
+    for rate in judged_rates(model, lines):
+        point = points(lines)[model, rate]
+        found |= {*ranking(point, STOCK)[:2], *ranking(point, [FIXED])[:1]}
+    return tuple(mode for mode in GRID[model].modes if mode in found)
 
 
 # ---- measuring ----
@@ -148,23 +169,33 @@ def code_digest() -> str:
 
 def measure(
     model: str,
-    rates: Sequence[str],
+    asked: Sequence[str],
+    rates: Mapping[str, int],
     network: Network,
     scratch: Path,
     *,
     failed: Collection[str],
     options: argparse.Namespace,
 ) -> Iterator[Line]:
-    """Lines of a model: one for each rate, and before it one for each mode, beside the `failed` ones, that fails."""
-    row, failed = GRID[model], set(failed)
-    left = {rate: options.rounds or row.rounds_at(rate) for rate in rates}
+    """Lines of a model: one for each rate, and before it one for each mode, beside the `failed` ones, that fails.
+
+    Args:
+        model: of `GRID`.
+        asked: the modes.
+        rates: and the rounds at each.
+        network: whose rate is changed.
+        scratch: a folder, where what is compiled once is found again.
+        failed: modes that are known not to work.
+        options: of the command.
+    """
+    failed, left = set(failed), dict(rates)
     while left:
-        modes = [mode for mode in row.modes if mode not in failed]
-        folder = scratch / f"{model}-{len(failed)}"
+        modes = [mode for mode in asked if mode not in failed]
+        folder = scratch / f"{model}-{len(list(scratch.iterdir()))}"
         try:
             for result in measure_model(model, network, folder, modes=modes, rates=dict(left), options=options):
                 del left[result["rate"]]
-                yield {**result, "asked": row.modes}
+                yield {**result, "asked": list(asked)}
         except BuildError as error:
             if error.mode == BASELINE:
                 raise
@@ -191,14 +222,24 @@ def run(options: argparse.Namespace) -> int:
                     f"{options.file} was begun with {line['conditions']}, now it would be {conditions}: "
                     "name another file, or go on as it was begun"
                 )
+
+        def add(model: str, rates: Sequence[str], *, judged: bool) -> None:
+            """Adds the points of a model that the file lacks, of all or of those that are judged."""
+            lines = read_lines(options.file)
+            asked = contenders(model, lines) if judged else GRID[model].modes
+            rates = [rate for rate in rates if not judged or rate in judged_rates(model, lines)]
+            missing = missing_rates(model, asked, rates, lines, judged=judged)
+            rounds = {rate: options.rounds or GRID[model].rounds_at(rate, judged=judged) for rate in missing}
+            failed = [mode for of, mode in failures(lines) if of == model]
+            for line in measure(model, asked, rounds, network, Path(scratch), failed=failed, options=options):
+                append(options.file, {"conditions": conditions, **line, "judged": judged})
+
         complete = True
         with tempfile.TemporaryDirectory(prefix="fxb-") as scratch:
             for model in options.models:
-                failed = [mode for of, mode in failures(lines) if of == model]
-                missing = missing_rates(model, rates, lines)
                 try:
-                    for line in measure(model, missing, network, Path(scratch), failed=failed, options=options):
-                        append(options.file, {"conditions": conditions, **line})
+                    for judged in (False, True):
+                        add(model, rates, judged=judged)
                 except BenchmarkError as error:
                     complete = False
                     note(f"{model}: FAILED: {error}")
@@ -211,6 +252,7 @@ def run(options: argparse.Namespace) -> int:
 COLUMNS = (
     "point",
     "local",
+    "eager",
     "best peer",
     '"auto"',
     "best size",
@@ -219,16 +261,20 @@ COLUMNS = (
     '"auto" ÷ size',
     "exposed",
     "÷ limit",
-    "core share",
-    "judged",
+    "core busy",
 )
 DASH = "–"
 
 
-def fastest(point: Line, among: Collection[str]) -> str | None:
-    """The mode with the least median, of those with these names; see Note [best of]."""
+def ranking(point: Line, among: Collection[str]) -> list[str]:
+    """The modes with these names, that with the least median first; see Note [best of]."""
     there = [mode for mode in point["modes"] if name_of(mode) in among]
-    return min(there, key=lambda mode: point["modes"][mode]["median_ms"], default=None)
+    return sorted(there, key=lambda mode: point["modes"][mode]["median_ms"])
+
+
+def fastest(point: Line, among: Collection[str]) -> str | None:
+    """The first of the `ranking`."""
+    return next(iter(ranking(point, among)), None)
 
 
 def ratio(point: Line, mode: str | None, other: str | None) -> Interval | None:
@@ -251,25 +297,31 @@ def against_peer(point: Line) -> tuple[Interval | None, Interval | None]:
 
 
 def cells(point: Line) -> tuple[str, ...]:
-    """The cells of a point, as `COLUMNS` names them. Exposed share and limit are those of "auto"."""
+    """The cells of a point, as `COLUMNS` names them. Exposed share, limit and busy core are those of "auto"."""
     modes, size = point["modes"], fastest(point, [FIXED])
 
     def figure(mode: str | None, form: str, field: str = "median_ms") -> str:
         return form.format(modes[mode][field], mode) if mode in modes else DASH
 
     ratios = (*against_peer(point), ratio(point, AUTO, size))
-    verdicts = [DASH if found is None else "passed" if passes(found) else "missed" for found in ratios[:2]]
     return (
         name_of_point(point["model"], point["rate"]),
         figure(BASELINE, "{:.1f}"),
+        figure(EAGER_BASELINE, "{:.1f}"),
         figure(fastest(point, STOCK), "{1} {0:.1f}"),
         figure(AUTO, "{:.1f}"),
         figure(size, "{1} {0:.1f}"),
         *(DASH if found is None else str(found) for found in ratios),
         figure(AUTO, "{:.0%}", "exposed"),
         figure(AUTO, "{:.3f}", "vs_limit"),
-        f"{point['lowest_core_share']:.2f}",
-        " / ".join(verdicts) if (point["model"], point["rate"]) in JUDGED else "",
+        figure(AUTO, "{:.0%}", "busy"),
+    )
+
+
+def verdicts(point: Line) -> str:
+    """Whether "auto" and the best size pass."""
+    return " / ".join(
+        DASH if found is None else "passed" if passes(found) else "missed" for found in against_peer(point)
     )
 
 
@@ -278,29 +330,40 @@ def name_of_point(model: str, rate: str) -> str:
 
 
 def report(lines: Sequence[Line]) -> Iterator[str]:
-    """Lines of Markdown: all points, the modes that could not be built, and how many of `JUDGED` pass."""
-    found = {at: point for at, point in points(lines).items() if at[0] in GRID}
+    """Lines of Markdown: all points, the modes that could not be built, the judged points, and how many pass."""
+    found, judged = ({at: p for at, p in points(lines, judged=kind).items() if at[0] in GRID} for kind in (False, True))
     if not found:
         yield "nothing was measured"
         return
-    order = sorted(found, key=lambda at: (list(GRID).index(at[0]), -(bits_per_second(at[1]) or float("inf"))))
     conditions = next(iter(found.values()))["conditions"]
     yield ", ".join(f"{name} {value}" for name, value in conditions.items() if value is not None)
+    every = [*found.values(), *judged.values()]
     for when in ("before", "after"):
-        loads = [point[f"load_{when}"][0] for point in found.values()]
+        loads = [point[f"load_{when}"][0] for point in every]
         yield f"load average {when} a point: {min(loads):.1f} to {max(loads):.1f}"
+    yield f"lowest share of its core that the local step had: {min(point['lowest_core_share'] for point in every):.2f}"
     yield ""
-    yield from markdown_table([COLUMNS, *(cells(found[at]) for at in order)])
+    yield from markdown_table([COLUMNS, *(cells(found[at]) for at in in_order(found))])
     yield ""
     for (model, mode), error in failures(lines).items():
         yield f"{model} without {mode}, which failed: {error.strip().splitlines()[-1]}"
-    judged = [found[at] for at in JUDGED if at in found]
+    if judged:
+        yield "those that are judged, once more, in more rounds:"
+        yield ""
+        rows = ((*cells(judged[at]), verdicts(judged[at])) for at in in_order(judged))
+        yield from markdown_table([(*COLUMNS, "judged"), *rows])
+        yield ""
     for place, (what, kind) in enumerate((('"auto"', AUTO), ("the best size", FIXED))):
-        asked = [point for point in judged if kind in map(name_of, point["asked"])]
+        asked = [point for point in judged.values() if kind in map(name_of, point["asked"])]
         passed = sum(ratio is not None and passes(ratio) for point in asked for ratio in [against_peer(point)[place]])
         yield f"{what}: {passed} of {len(asked)} judged points passed"
-    if absent := [name_of_point(*at) for at in JUDGED if at not in found]:
-        yield f"judged, but not measured yet: {'; '.join(absent)}"
+    if absent := [name_of_point(*at) for at in JUDGED if at not in judged]:
+        yield f"not judged yet: {'; '.join(absent)}"
+
+
+def in_order(found: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """By model, the fastest network first."""
+    return sorted(found, key=lambda at: (list(GRID).index(at[0]), -(bits_per_second(at[1]) or float("inf"))))
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

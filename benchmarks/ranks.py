@@ -191,14 +191,18 @@ class Rank:
         end = time.perf_counter()
         return Sample(end - begin, forward - begin, backward - forward, time.process_time() - cpu)
 
-    def _communicate(self, buckets: Sequence[Tensor], settle_s: float) -> float:
-        """Seconds to all-reduce the model's bytes in buckets, all under way at once, with nothing else to do."""
+    def _communicate(self, buckets: Sequence[Tensor], settle_s: float) -> tuple[float, float]:
+        """All-reduces the model's bytes in buckets, all under way at once, with nothing else to do.
+
+        Returns:
+            Seconds, and seconds of this process's core.
+        """
         time.sleep(settle_s)
         dist.barrier()
-        begin = time.perf_counter()
+        cpu, begin = time.process_time(), time.perf_counter()
         for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
             work.wait()
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, time.process_time() - cpu
 
 
 def rank_main(read_fd: int, write_fd: int) -> None:

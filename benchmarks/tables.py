@@ -45,9 +45,13 @@ def summarise(measured: Sequence[Any], *, nbytes: int) -> dict[str, Any]:
         return [1e3 * max(pair) for pair in zip(*([s[field] for s in m["modes"][mode]] for m in measured), strict=True)]
 
     steps = {mode: slower(mode, "step") for mode in measured[0]["modes"]}
-    communication = [1e3 * max(pair) for pair in zip(*(m["comm"] for m in measured), strict=True)]
+    alone = zip(*(m["comm"] for m in measured), strict=True)
+    communication, sending = zip(
+        *([1e3 * max(each) for each in zip(*ranks, strict=True)] for ranks in alone), strict=True
+    )
     comm = statistics.median(communication)
     result: dict[str, Any] = {"comm_ms": comm, "comm_gbit": nbytes * 8 / (comm * 1e6)}
+    result["comm_cpu_ms"] = statistics.median(sending)
     if BASELINE in steps:
         step, forward, backward = (
             statistics.median(slower(BASELINE, field)) for field in ("step", "forward", "backward")
@@ -56,7 +60,7 @@ def summarise(measured: Sequence[Any], *, nbytes: int) -> dict[str, Any]:
         cpu = min(s["cpu"] / s["step"] for m in measured for s in m["modes"][BASELINE])
         result |= {"forward_ms": forward, "backward_ms": backward, "limit_ms": forward + max(backward, comm) + rest}
         result["limits_ms"] = [forward + max(backward + rest, comm), max(forward + backward + rest, comm)]
-        result |= {"lowest_core_share": cpu}
+        result |= {"lowest_core_share": cpu, "local_cpu_ms": statistics.median(slower(BASELINE, "cpu"))}
     modes: dict[str, dict[str, Any]] = {}
     for mode, times in steps.items():
         row: dict[str, Any] = {"median_ms": statistics.median(times), "min_ms": min(times)}
@@ -68,6 +72,8 @@ def summarise(measured: Sequence[Any], *, nbytes: int) -> dict[str, Any]:
             rounds = zip(times, steps[BASELINE], communication, strict=True)
             row["exposed"] = statistics.median((t - local) / alone for t, local, alone in rounds)
             row["vs_limit"] = row["median_ms"] / result["limit_ms"]
+        busy = zip(slower(mode, "cpu"), times, strict=True)
+        row["busy"] = statistics.median(cpu / step for cpu, step in busy)
         modes[mode] = row | {"samples_ms": times}
     if AUTO in steps:
         fixed = [mode for mode in steps if name_of(mode) == FIXED]
@@ -78,7 +84,7 @@ def summarise(measured: Sequence[Any], *, nbytes: int) -> dict[str, Any]:
     return result | {"modes": modes, "comm_samples_ms": communication}
 
 
-COLUMNS = ("mode", "step ms", "÷ local", "÷ torch.compile(DDP)", "exposed", "÷ limit")
+COLUMNS = ("mode", "step ms", "÷ local", "÷ torch.compile(DDP)", "exposed", "÷ limit", "core busy")
 
 
 def table_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -95,6 +101,7 @@ def table_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
             ratio(row, RIVAL) if mode != RIVAL else "1",
             f"{100 * row['exposed']:.1f} %" if "exposed" in row and mode != BASELINE else "–",
             f"{row['vs_limit']:.3f}" if "vs_limit" in row and mode != BASELINE else "–",
+            f"{row['busy']:.0%}",
         )
         for mode, row in result["modes"].items()
     ]
@@ -108,7 +115,8 @@ def render(result: dict[str, Any], *, markdown: bool) -> str:
     facts = f"communication alone {result['comm_ms']:.1f} ms ({result['comm_gbit']:.2f} Gbit/s)"
     if "limit_ms" in result:
         facts += f"; forward {result['forward_ms']:.1f} ms, backward {result['backward_ms']:.1f} ms"
-        facts += f"; limit {result['limit_ms']:.1f} ms"
+        facts += f"; limit {result['limit_ms']:.1f} ms; computing takes {result['local_cpu_ms']:.1f} ms of a core"
+        facts += f" and sending {result['comm_cpu_ms']:.1f} ms"
         for mode in [mode for mode in result["modes"] if name_of(mode) == NEXT_FORWARD]:
             first, second = result["limits_ms"]
             reached = (first - result["modes"][mode]["median_ms"]) / max(first - second, 1e-9)

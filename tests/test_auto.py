@@ -362,7 +362,7 @@ def test_explain_shows_the_measured_network(pool: Pool, tmp_path: Path) -> None:
     text, data = pool.run(explained, str(tmp_path))[0]
     shown = " ".join(text.split())
     assert 'chosen by bucket_mb="auto"' in shown
-    assert "with 800000 bit/s and 1 µs a message (measured), which take 100 ns a bucket and 1 ms a MiB" in shown
+    assert "with 800000 bit/s and 1 µs a message (measured), which take 100 ns a bucket and 1.05 ms a MiB" in shown
     assert '▸"auto"' in shown
     assert '"bucket_mb": "auto"' in data
 

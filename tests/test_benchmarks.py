@@ -25,7 +25,7 @@ def test_tiny_run(tmp_path: Path) -> None:
 
     table = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(MODES)
-    assert {line.count("|") for line in table} == {7}
+    assert {line.count("|") for line in table} == {8}
     assert "### smoke, 3.0 MiB in 6 parameters, unshaped" in done.stdout
     assert "load before" in done.stdout and "load after" in done.stdout
 
@@ -68,14 +68,16 @@ def test_summary_pairs_within_rounds_and_takes_the_slower_rank() -> None:
         def samples(times: list[float]) -> list[dict[str, float]]:
             return [{"step": t, "forward": t / 4, "backward": 3 * t / 4, "cpu": t} for t in times]
 
-        return {"modes": {"local": samples(local), "ddp_compile": samples(ddp_compile)}, "comm": comm}
+        alone = [(seconds, seconds / 2) for seconds in comm]
+        return {"modes": {"local": samples(local), "ddp_compile": samples(ddp_compile)}, "comm": alone}
 
     measured = [rank([4, 40, 4], [5, 50, 5], [2, 20, 2]), rank([3, 30, 3], [6, 60, 6], [1, 10, 1])]
     result = tables.summarise(measured, nbytes=1)
     row = result["modes"]["ddp_compile"]
     assert row["samples_ms"] == [6000, 60000, 6000]
     assert row["vs_local"]["low"] == row["vs_local"]["high"] == 1.5
-    assert row["exposed"] == 1.0
+    assert row["exposed"] == 1.0 and row["busy"] == 1.0
+    assert (result["local_cpu_ms"], result["comm_cpu_ms"]) == (4000, 1000)
     assert (result["forward_ms"], result["backward_ms"], result["limit_ms"]) == (1000, 3000, 4000)
 
 

@@ -18,7 +18,7 @@ def result(model: str, rate: str, steps: Mapping[str, Sequence[float]]) -> dict[
         mode: [{"step": t, "forward": t / 2, "backward": t / 2, "cpu": 0.9 * t} for t in times]
         for mode, times in steps.items()
     }
-    measured = [{"modes": samples, "comm": [1.0] * len(next(iter(steps.values())))}] * 2
+    measured = [{"modes": samples, "comm": [(1.0, 0.5)] * len(next(iter(steps.values())))}] * 2
     found = {"model": model, "rate": rate, "parameters": 1, "bytes": 4, "load_before": (0.5, 1, 1)}
     return found | {"load_after": (2.5, 1, 1)} | tables.summarise(measured, nbytes=4)
 
@@ -78,9 +78,9 @@ def test_it_goes_on_where_it_was(
 
     monkeypatch.setitem(grid.GRID, "smoke", grid.Row(("local", "ddp@7"), 6, 6))  # other modes: measured again
     assert start(file, rates="none,1gbit,200mbit") == 0
-    assert stand_in.asked[2] == (["local", "ddp@7"], {"none": 6, "1gbit": 6, "200mbit": 6})
+    assert stand_in.asked[2] == (["local", "ddp@7"], {"none": 6, "1gbit": 6, "200mbit": 3})
     shown = capsys.readouterr().out
-    assert "| smoke, unshaped | 1000.0 | ddp@7 1000.0 |" in " ".join(shown.split())
+    assert "| smoke, unshaped | 1000.0 | – | ddp@7 1000.0 |" in " ".join(shown.split())
     assert "load average before a point: 0.5 to 0.5\nload average after a point: 2.5 to 2.5\n" in shown
 
 
@@ -107,6 +107,38 @@ def test_a_mode_that_fails_is_left_out_once_and_for_all(
     assert not (tmp_path / "other").exists()
 
 
+def test_what_is_judged_is_measured_again_with_the_fastest_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"local": 1.0, "local_eager": 1.1, "ddp@25": 1.3, "ddp_static@25": 1.2, "fxddp@1": 1.3, "fxddp@25": 1.4}
+
+    class Timed(StandIn):
+        def measure_model(self, model: str, *arguments: Any, modes: list[str], **options: Any) -> Any:
+            for found in super().measure_model(model, *arguments, modes=modes, **options):
+                yield result(model, found["rate"], {mode: [seconds.get(mode, 2.0)] * 6 for mode in modes})
+
+    file, stand_in = tmp_path / "grid", Timed(monkeypatch)
+    monkeypatch.setattr(grid, "JUDGED", {("smoke", "none"): "this", ("smoke", "1gbit"): "that"})
+    stand_in.killed_after = 4
+    with pytest.raises(KeyboardInterrupt):
+        start(file)
+    fastest = ["local", "local_eager", "ddp@25", "ddp_static@25", "fxddp@1", "fxddp_auto"]
+    assert stand_in.asked == [(SMOKE, {"none": 6, "2gbit": 6, "1gbit": 6}), (fastest, {"none": 9, "1gbit": 9})]
+    stand_in.killed_after = 99
+    assert start(file) == 0
+    assert stand_in.asked[2:] == [(fastest, {"1gbit": 9})]
+    assert list(grid.points(grid.read_lines(file), judged=True)) == [("smoke", "none"), ("smoke", "1gbit")]
+
+    seconds["ddp_uncut@1"] = 1.1  # measured anew at one of these rates, it is among the fastest
+    left = [line for line in grid.read_lines(file) if line["judged"] or line["rate"] != "1gbit"]
+    file.unlink()
+    for line in left:
+        grid.append(file, line)
+    assert start(file) == 0
+    assert [rates for _, rates in stand_in.asked[3:]] == [{"1gbit": 6}, {"none": 9, "1gbit": 9}]
+    assert stand_in.asked[-1][0] == ["local", "local_eager", "ddp@25", "ddp_static@25", "ddp_uncut@1", *fastest[4:]]
+
+
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The best peer and the best size by median, ratios within rounds, and the bars."""
     drift = [1.0, 2.0, 4.0, 1.0, 2.0, 4.0]  # the machine: no ratio notices
@@ -114,7 +146,13 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def times(base: float, *, late: float = 1.0) -> list[float]:
         return [base * factor for factor in drift[:-1]] + [base * late * drift[-1]]
 
-    steps = {"local": times(1), "ddp@5": times(2.1), "ddp_uncut@5": times(2), "ddp_compile@5": times(2.2)}
+    steps = {
+        "local": times(1),
+        "local_eager": times(1),
+        "ddp@5": times(2.1),
+        "ddp_uncut@5": times(2),
+        "ddp_compile@5": times(2.2),
+    }
     steps |= {"fxddp@5": times(1.98), "fxddp@25": times(2.4), "fxddp_auto": times(1.99, late=1.2)}
     lines = [
         result("transformer", "1gbit", steps),  # "auto": the interval of six is their minimum and maximum
@@ -124,26 +162,26 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         result("gone", "none", steps),  # measured by another version
     ]
     file = tmp_path / "grid"
-    for line in lines:
-        grid.append(file, {**line, "conditions": {"torch": "2", "rounds": None}, "asked": list(steps)})
+    for judged in (False, True):
+        for line in lines if judged else reversed(lines):
+            said = {"conditions": {"torch": "2", "rounds": None}, "asked": list(steps), "judged": judged}
+            if not judged or line["model"] != "smoke":
+                grid.append(file, line | said)
     assert grid.main([str(file), "--report"]) == 0
     shown = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("|")]
-    assert rows[0] == list(grid.COLUMNS)
-    assert [row[0] for row in rows[2:]] == [
-        "transformer, unshaped",
-        "transformer, 1gbit",
-        "mlp, 1gbit",
-        "smoke, unshaped",
-    ]
-    assert rows[3][1:5] == ["2000.0", "ddp_uncut@5 4000.0", "3980.0", "fxddp@5 3960.0"]
-    assert rows[3][5:8] == ["0.995 [0.995, 1.194]", "0.990 [0.990, 0.990]", "1.005 [1.005, 1.206]"]
-    assert rows[3][8:] == ["198%", "1.990", "0.90", "missed / passed"]
-    assert rows[2][-1] == "missed / missed"
-    assert rows[4][-1] == "– / passed"
-    assert rows[5][3:] == ["–", "fxddp@5 2000.0", "–", "0.500 [0.500, 0.500]", "–", "–", "–", "0.90", ""]
+    every, judged_rows = rows[:6], rows[6:]
+    assert every[0] == list(grid.COLUMNS) and judged_rows[0] == [*grid.COLUMNS, "judged"]
+    names = ["transformer, unshaped", "transformer, 1gbit", "mlp, 1gbit"]
+    assert [row[0] for row in every[2:]] == [*names, "smoke, unshaped"]
+    assert [row[0] for row in judged_rows[2:]] == names
+    assert every[3][1:6] == ["2000.0", "2000.0", "ddp_uncut@5 4000.0", "3980.0", "fxddp@5 3960.0"]
+    assert every[3][6:9] == ["0.995 [0.995, 1.194]", "0.990 [0.990, 0.990]", "1.005 [1.005, 1.206]"]
+    assert every[3][9:] == ["198%", "1.990", "90%"]
+    assert every[5][2:] == ["–", "ddp@5 4000.0", "–", "fxddp@5 2000.0", "–", "0.500 [0.500, 0.500]", "–", "–", "–", "–"]
+    assert [row[-1] for row in judged_rows[2:]] == ["missed / missed", "missed / passed", "– / passed"]
     assert '"auto": 0 of 3 judged points passed\nthe best size: 2 of 3 judged points passed\n' in shown
-    assert "judged, but not measured yet: transformer, 2gbit; " in shown
+    assert "not judged yet: transformer, 2gbit; " in shown
 
 
 def test_every_mode_of_the_grid_is_one() -> None:

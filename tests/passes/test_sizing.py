@@ -185,6 +185,15 @@ def test_a_call_that_takes_much_of_the_processor_is_made_less_often() -> None:
     assert counts[0] > counts[1] > counts[2] == 1
 
 
+def test_it_is_planned_with_what_sending_takes_from_the_processor() -> None:
+    network = Network(2, 1e9, 1e-5, cpu_per_byte=1e-9)  # it is what sends: each quarter MiB delays all that follow
+    grads, part = [some_grad(i, 65536) for i in range(48)], 262144e-9
+    when = {i: (i + 1) / 480 + i * part for i in range(48)}
+    expected = Stretch.of(grads, when, 0.1 + 47 * part, network).plan()
+    assert plan_of(network).digest() == expected.digest()
+    assert plan_of(Network(2, 1e9, 1e-5)).digest() != expected.digest()
+
+
 def test_what_a_processor_sends_delays_what_it_computes() -> None:
     grads = [some_grad(i, 1 << 18) for i in range(5)]  # 1 MiB each
     when = {i: float(i + 1) for i in range(5)}
