@@ -412,17 +412,16 @@ def choose_plan(
         return float(speeds.machine.seconds(work.at(values)))
 
     grads = list(grads)
-    network, total = speeds.network, seconds(told.work)
+    network = speeds.network
     computed = {output: seconds(note.before) for output, note in told.grads.items()}
     when = beside_sending(grads, computed, network, sent=sent)
-    total += max((when[output] - computed[output] for output in when), default=0.0)
     alone = frozenset(
         grad.output
         for grad in grads
         if told.grads[grad.output].rows
         and seconds(Work(nbytes=COPYING * grad.nbytes)) > network.delay + cut_of(network)
     )
-    return Stretch.of(grads, when, total, network, sent=sent, alone=alone).plan()
+    return Stretch.of(grads, when, seconds(told.work), network, sent=sent, alone=alone).plan()
 
 
 def rounded(sizes: Mapping[Any, int]) -> dict[Any, int]:

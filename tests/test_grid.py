@@ -164,7 +164,8 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "grid"
     for judged in (False, True):
         for line in lines if judged else reversed(lines):
-            said = {"conditions": {"torch": "2", "rounds": None}, "asked": list(steps), "judged": judged}
+            said: dict[str, Any] = {"conditions": {"torch": "2", "rounds": None}, "asked": list(steps)}
+            said |= {"judged": judged, "load_after": [3.5 if judged else 2.5]}
             if not judged or line["model"] != "smoke":
                 grid.append(file, line | said)
     assert grid.main([str(file), "--report"]) == 0
@@ -182,6 +183,7 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row[-1] for row in judged_rows[2:]] == ["missed / missed", "missed / passed", "– / passed"]
     assert '"auto": 0 of 3 judged points passed\nthe best size: 2 of 3 judged points passed\n' in shown
     assert "not judged yet: transformer, 2gbit; " in shown
+    assert "load average after a point: 2.5 to 3.5\n" in shown
 
 
 def test_every_mode_of_the_grid_is_one() -> None:
