@@ -129,6 +129,8 @@ def check_mode(mode: str) -> None:
         raise ValueError(
             f"got mode {mode!r}, expected one of {', '.join(MODES)}, with or without '@' and a size in MiB"
         )
+    if mib is not None and mode != f"{name}@{mib:g}":
+        raise ValueError(f"got mode {mode!r}, expected {name}@{mib:g}: one name for each")
     if mib is not None and name in UNSIZED:
         raise ValueError(f"got mode {mode!r}, but {name} has no bucket size to choose")
 

@@ -22,7 +22,7 @@ from .passes.forward import Reads, cut_forward, first_needed, reading, with_work
 from .passes.launching import CAUTION, plan_launches
 from .passes.outline import Outline
 from .passes.plan import Bucket, BucketPlan, GradSpec
-from .passes.sizing import choose_plan, rounded
+from .passes.choosing import choose_plan, rounded
 from .passes.stages import Way
 
 _nbytes = attrgetter("nbytes")

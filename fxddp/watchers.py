@@ -90,8 +90,8 @@ class Watchers:
             parameter.requires_grad_(False)
         _compat.put_first(_compat.hooks_after_accumulation(parameter), handle.id)
 
-    def waits_on(self) -> bool:
-        """Whether it may wait for one more backward."""
+    def wait_once_more(self) -> bool:
+        """Counts one more backward to wait for; whether that was not too many."""
         self._waited += 1
         return self._waited <= PATIENCE
 
@@ -122,7 +122,7 @@ def hook_waiting(*, inside: bool) -> None:
         inside: it has begun, so that autograd's graphs hold all that it comes to; it does not start from a leaf.
     """
     waiting = list(_waiting.values())
-    if waiting and inside and waiting[0].waits_on() and unreached(waiting):
+    if waiting and inside and waiting[0].wait_once_more() and unreached(waiting):
         return
     for identity in list(_waiting):
         watchers = _waiting.pop(identity, None)

@@ -155,10 +155,16 @@ def _lies_transposed(product: Tensor, views: list[Any]) -> bool | None:
     return None
 
 
-def adds_up_rows(node: Any) -> bool:
-    """Whether a value is a table of zeros to which rows were added, or a view of it."""
+def _viewed(node: Any) -> Any:
+    """What a node is a view of, or itself."""
     while node.target in _VIEWS:
         node = node.args[0]
+    return node
+
+
+def adds_up_rows(node: Any) -> bool:
+    """Whether a value is a table of zeros to which rows were added, or a view of it."""
+    node = _viewed(node)
     if str(node.target) not in _SCATTERS:
         return False
     table: Any = node.args[0]
@@ -181,8 +187,7 @@ def _fold_into_rows(graph: fx.Graph, call: Any, scatter: fx.Node, scaled: fx.Nod
 def folded(part: Any) -> Any:
     """The gradient of which a part of a bucket gives scaled values; None if what computes it does not scale it."""
     gradient = part.meta.get(FOLDED_META)
-    while part.target in _VIEWS:
-        part = part.args[0]
+    part = _viewed(part)
     rows = _SCATTERS.get(str(part.target))
     scaled = part if rows is None else part.args[rows]
     factor = scaled.args[-1] if scaled.target in (SCALED_MM, aten.mul.Tensor) else None

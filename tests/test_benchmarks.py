@@ -179,6 +179,7 @@ def test_four_ranks(tmp_path: Path) -> None:
         (["--modes", "fxddp_auto@5"], "fxddp_auto has no bucket size to choose"),
         (["--modes", "ddp@"], "mode 'ddp@': expected a number of MiB > 0 after '@'"),
         (["--modes", "ddp@0"], "mode 'ddp@0': expected a number of MiB > 0 after '@'"),
+        (["--modes", "ddp@5.0"], "got mode 'ddp@5.0', expected ddp@5: one name for each"),
         (["--modes", "ddp@inf"], "mode 'ddp@inf': expected a number of MiB > 0 after '@'"),
     ],
 )

@@ -16,7 +16,7 @@ from fxddp.passes.forward import first_needed, piece_of_each
 from fxddp.passes.launching import CAUTION, plan_launches
 from fxddp.passes.outline import Outline
 from fxddp.passes.plan import Bucket, BucketPlan, GradSpec
-from fxddp.passes.sizing import choose_plan
+from fxddp.passes.choosing import choose_plan
 from fxddp.site import Site
 from fxddp.units import count, duration, rate
 

@@ -15,7 +15,8 @@ from fxddp.passes.bucketing import plan_buckets
 from fxddp.passes.cost import Machine, Network, Speeds, Work
 from fxddp.passes.outline import GradNote, Outline
 from fxddp.passes.plan import Bucket, BucketPlan, GradSpec, check_plan
-from fxddp.passes.sizing import Stretch, beside_sending, choose_plan, equal_size
+from fxddp.passes.choosing import beside_sending, choose_plan
+from fxddp.passes.sizing import Stretch, equal_size
 from tests.strategies import grad_lists, some_grad
 
 MIB = 1 << 20
