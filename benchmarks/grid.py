@@ -17,11 +17,13 @@ Note [judged]
 At each point that `JUDGED` names, fxddp has to show that it is not slower: the median of the ratios within the rounds
 no higher than 1.00, and the upper end of their 95 % interval no higher than 1.02. What varies too much to tell is
 missed. So these points are measured once more, by those alone that were fastest (`contenders`), in more rounds: the
-intervals are narrow, and who was only lucky is not so twice.
+intervals are narrow, and who was only lucky is not so twice. Those are the fastest at any of the model's judged rates,
+so one build of them serves all: name all rates at once.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -236,10 +238,9 @@ def run(options: argparse.Namespace) -> int:
 
         complete = True
         with tempfile.TemporaryDirectory(prefix="fxb-") as scratch:
-            for model in options.models:
+            for model, judged in itertools.product(options.models, (False, True)):
                 try:
-                    for judged in (False, True):
-                        add(model, rates, judged=judged)
+                    add(model, rates, judged=judged)
                 except BenchmarkError as error:
                     complete = False
                     note(f"{model}: FAILED: {error}")
@@ -301,7 +302,8 @@ def cells(point: Line) -> tuple[str, ...]:
     modes, size = point["modes"], fastest(point, [FIXED])
 
     def figure(mode: str | None, form: str, field: str = "median_ms") -> str:
-        return form.format(modes[mode][field], mode) if mode in modes else DASH
+        found = modes.get(mode, {}).get(field)  # files of older versions have fewer
+        return DASH if found is None else form.format(found, mode)
 
     ratios = (*against_peer(point), ratio(point, AUTO, size))
     return (

@@ -246,7 +246,7 @@ def surroundings(name: str) -> Iterator[None]:
 
 
 def averaged_gradients(run: Run, *, by_hand: bool) -> dict[str, Tensor]:
-    """Copies of the gradients; `by_hand` averages them over the ranks first, for the mode that does not communicate."""
+    """Copies of the gradients; `by_hand` averages them over the ranks first, for modes that do not communicate."""
     found = {}
     for name, parameter in run.module.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"

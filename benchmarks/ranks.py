@@ -27,9 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from benchmarks.ideal import packed_after, packing_pieces
 from benchmarks.modes import (
+    AUTO,
     CHECKED_RATE,
     COMPILED,
+    FIXED,
     HOOKED,
     IN_BACKWARD,
     LEARNING_RATE,
@@ -47,6 +50,9 @@ from benchmarks.modes import (
 )
 from benchmarks.network import Network
 from benchmarks.processes import join
+
+IDEAL_STEPS = 5
+"""Of which the medians make the ideal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +149,11 @@ class Rank:
                 communication.append(self._communicate(buckets, settle_s))
         finally:
             gc.enable()
-        return {"modes": {mode: [asdict(s) for s in taken] for mode, taken in samples.items()}, "comm": communication}
+        return {
+            "modes": {mode: [asdict(s) for s in taken] for mode, taken in samples.items()},
+            "comm": communication,
+            "ideal": {mode: self._ideal(run) for mode, run in self.runs.items() if self._has_ideal(mode)},
+        }
 
     def _warm_up_step(self, run: Run) -> None:
         """A step that leaves the weights alone, so that its gradients can be compared."""
@@ -190,6 +200,26 @@ class Rank:
             run.optimizer.step()
         end = time.perf_counter()
         return Sample(end - begin, forward - begin, backward - forward, time.process_time() - cpu)
+
+    def _has_ideal(self, mode: str) -> bool:
+        """Whether buckets travel as they are, by one all-reduce each."""
+        return name_of(mode) in (FIXED, AUTO) and self.comm_hook is None
+
+    def _ideal(self, run: Run) -> Any:
+        """Seconds until each bucket is packed and until all is computed, without sending; those each travels alone."""
+        self._streak(run, 0.0, 1)
+        sent = run.backend.stats().backwards[-1]
+        packing, steps = packing_pieces(sent), []
+        for _ in range(IDEAL_STEPS):
+            dist.barrier()
+            with run.backend.no_sync():
+                self._warm_up_step(run)
+            steps.append(packed_after(run.backend.stats().backwards[-1], packing))
+        self._streak(run, 0.0, 1)  # none of that is left
+        *ready, computed = map(statistics.median, zip(*steps, strict=True))
+        buckets = [torch.zeros(bucket.nbytes // 4) for bucket in sent.buckets]
+        taken = [[self._communicate([bucket], 0.0)[0] for bucket in buckets] for _ in range(IDEAL_STEPS)]
+        return {"ready": ready, "computed": computed, "sending": list(map(statistics.median, zip(*taken, strict=True)))}
 
     def _communicate(self, buckets: Sequence[Tensor], settle_s: float) -> tuple[float, float]:
         """All-reduces the model's bytes in buckets, all under way at once, with nothing else to do.

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any
 
+from benchmarks.ideal import list_schedule
 from benchmarks.modes import AUTO, BASELINE, FIXED, MIB, NEXT_FORWARD, RIVAL, name_of, title
 from benchmarks.network import UNSHAPED
 
@@ -72,6 +73,8 @@ def summarise(measured: Sequence[Any], *, nbytes: int) -> dict[str, Any]:
             rounds = zip(times, steps[BASELINE], communication, strict=True)
             row["exposed"] = statistics.median((t - local) / alone for t, local, alone in rounds)
             row["vs_limit"] = row["median_ms"] / result["limit_ms"]
+            if mode in measured[0].get("ideal", ()):
+                row["ideal_ms"] = result["forward_ms"] + _ideal([m["ideal"][mode] for m in measured])
         busy = zip(slower(mode, "cpu"), times, strict=True)
         row["busy"] = statistics.median(cpu / step for cpu, step in busy)
         modes[mode] = row | {"samples_ms": times}
@@ -84,7 +87,16 @@ def summarise(measured: Sequence[Any], *, nbytes: int) -> dict[str, Any]:
     return result | {"modes": modes, "comm_samples_ms": communication}
 
 
-COLUMNS = ("mode", "step ms", "÷ local", "÷ torch.compile(DDP)", "exposed", "÷ limit", "core busy")
+def _ideal(measured: Sequence[Any]) -> float:
+    """Milliseconds of an ideal backward, in which each piece and each bucket takes as long as on the slower rank."""
+
+    def slowest(part: str) -> list[float]:
+        return [max(ranks) for ranks in zip(*(m[part] for m in measured), strict=True)]
+
+    return 1e3 * list_schedule(slowest("ready"), slowest("sending"), max(m["computed"] for m in measured))
+
+
+COLUMNS = ("mode", "step ms", "÷ local", "÷ torch.compile(DDP)", "exposed", "÷ limit", "÷ ideal", "core busy")
 
 
 def table_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -101,6 +113,7 @@ def table_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
             ratio(row, RIVAL) if mode != RIVAL else "1",
             f"{100 * row['exposed']:.1f} %" if "exposed" in row and mode != BASELINE else "–",
             f"{row['vs_limit']:.3f}" if "vs_limit" in row and mode != BASELINE else "–",
+            f"{row['median_ms'] / row['ideal_ms']:.3f}" if "ideal_ms" in row else "–",
             f"{row['busy']:.0%}",
         )
         for mode, row in result["modes"].items()

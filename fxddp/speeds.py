@@ -14,11 +14,14 @@ network or machine (`ALIKE`).
 
 import hashlib
 import json
+import os
+import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,12 +55,15 @@ BUDGET = 0.1
 ALIKE = {
     "latency": 2.0,
     "bandwidth": 1.3,
-    "cpu_per_call": 2.0,
-    "cpu_per_byte": 2.0,
+    "cpu_per_call": 3.0,
+    "cpu_per_byte": 3.0,
     "flops": 1.3,
     "memory": 1.3,
 }
 """Factors up to which a figure that was measured again counts as the same."""
+
+LEAST = {"cpu_per_call": 20e-6, "cpu_per_byte": 1e-10}
+"""What these are taken for where it is less, or where other cores send: too little to make a difference to a plan."""
 
 COSTS = ("latency", "cpu_per_call", "cpu_per_byte")
 """Figures of which the slowest rank has the largest."""
@@ -99,8 +105,9 @@ def _measure(group: "Group", device: torch.device, dtype: torch.dtype) -> Speeds
     file = _compat.cache_folder() / f"fxddp-speeds-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
     mine = _network(group, device) | {"flops": flops, "memory": memory}
     told = group.channel.gather([mine, _read(file, mine) if group.rank == 0 else None], lambda: WHAT)
-    worst = {name: (max if name in COSTS else min)(figures[name] for figures, _ in told) for name in mine}
-    found = {name: float(f"{value:.2g}") for name, value in worst.items()}
+    names = [name for name in mine if all(name in figures for figures, _ in told)]  # devices may differ
+    worst = {name: (max if name in COSTS else min)(figures[name] for figures, _ in told) for name in names}
+    found = {name: max(float(f"{value:.2g}"), LEAST.get(name, 0.0)) for name, value in worst.items()}
     kept = told[0][1]
     if kept is not None and all(1 / ALIKE[name] <= kept[name] / found[name] <= ALIKE[name] for name in found):
         found = kept
@@ -115,12 +122,16 @@ def _network(group: "Group", device: torch.device) -> dict[str, float]:
     sent = Network(group.size, 1.0, 0.0).sent
 
     def timed(nbytes: int, times: int) -> tuple[float, float]:
-        """Seconds of the fastest all-reduce, on the slowest rank; seconds of processor of this rank's, on average."""
-        flat = torch.zeros(nbytes // 4, device=device)
-        begin = time.process_time()
-        mine = min(_timed(lambda: group.wait(group.all_reduce(flat), lambda: WHAT), times, device))
-        taken = (time.process_time() - begin) / times
-        return max(group.channel.gather(mine, lambda: WHAT)), taken
+        """Seconds of the fastest all-reduce, on the slowest rank; and what one takes from this rank's processor."""
+        flat, taken = torch.zeros(nbytes // 4, device=device), []
+
+        def once() -> None:
+            begin = time.process_time()
+            group.wait(group.all_reduce(flat), lambda: WHAT)
+            taken.append(time.process_time() - begin)
+
+        mine = min(_timed(once, times, device))
+        return max(group.channel.gather(mine, lambda: WHAT)), median(taken)
 
     timed(SMALL, 2)  # the first one may open connections
     sizes, found = [SMALL], [timed(SMALL, 20)]
@@ -129,14 +140,34 @@ def _network(group: "Group", device: torch.device) -> dict[str, float]:
         found.append(timed(nbytes, 2))
         if 2 * 4 * found[-1][0] > BUDGET:
             break
+    times, cpu = zip(*found, strict=True)
+    seconds, nbytes = times[-1] - times[-2], sent(sizes[-1] - sizes[-2])
+    if seconds <= 0:
+        seconds, nbytes = times[-1], sent(sizes[-1])
+    figures = {"latency": times[0] / (2 * (group.size - 1)), "bandwidth": nbytes / seconds}
+    if device.type != "cpu":
+        return figures
+    mine = [platform.node(), _cores(), torch.get_num_threads()]
+    if has_spare_cores(group.channel.gather(mine, lambda: WHAT), platform.node()):
+        return figures | LEAST
+    return figures | {"cpu_per_call": cpu[0], "cpu_per_byte": (cpu[-1] - cpu[0]) / sent(sizes[-1])}
 
-    def of_byte(times: Sequence[float]) -> float:
-        more = times[-1] - times[-2]
-        return float(more / sent(sizes[-1] - sizes[-2]) if more > 0 else times[-1] / sent(sizes[-1]))
 
-    seconds, taken = zip(*found, strict=True)
-    figures = {"latency": seconds[0] / (2 * (group.size - 1)), "bandwidth": 1 / of_byte(seconds)}
-    return figures | ({"cpu_per_call": taken[0], "cpu_per_byte": of_byte(taken)} if device.type == "cpu" else {})
+def _cores() -> list[int]:
+    """Those that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def has_spare_cores(told: Sequence[Sequence[Any]], host: str) -> bool:
+    """Whether ranks on a host have a core each to send with, beside those of the threads that compute.
+
+    Args:
+        told: of each rank its host, the cores it may run on, and how many threads it computes with.
+        host: the one to answer for.
+    """
+    here = [(own, threads) for its, own, threads in told if its == host]
+    cores: set[int] = set().union(*(own for own, _ in here))
+    return len(cores) >= sum(int(threads) + 1 for _, threads in here)
 
 
 def _machine(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

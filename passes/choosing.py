@@ -1,13 +1,4 @@
-"""The plan of `bucket_mb="auto"` for a backward graph: from its work to moments, and from these to buckets (`sizing.py`).
-
-Note [one processor]
-~~~~~~~~~~~~~~~~~~~~
-On a CPU, what sends takes its time from what computes: c seconds for each byte, of which at most b are sent in a
-second. So of the B bytes that were ready before gradient k, from r[0] on, those that can have been sent delay it:
-
-    r'[k] = r[k] + min(c·B, f/(1 − f)·(r[k] − r[0])), f = min(1, b·c)
-
-`beside_sending` puts r' in place of r.
+"""The plan of `bucket_mb="auto"` for a backward graph: its work becomes moments, these become buckets (`sizing.py`).
 
 Note [alone]
 ~~~~~~~~~~~~
@@ -19,42 +10,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .cost import Network, Speeds, Work
+from .cost import Speeds, Work
 from .outline import Outline
 from .plan import BucketPlan, GradSpec
 from .sizing import Stretch, cut_of
 
-__all__ = ["beside_sending", "choose_plan", "rounded"]
+__all__ = ["choose_plan", "rounded"]
 
 COPYING = 3
 """How often the bytes of a gradient cross the memory bus when it is copied: read, and written to what is read first."""
-
-
-def beside_sending(
-    grads: Iterable[GradSpec],
-    when: Mapping[int, float],
-    network: Network,
-    *,
-    sent: Callable[[GradSpec], float] = lambda grad: grad.nbytes,
-) -> dict[int, float]:
-    """When gradients are ready, by their outputs, if the processor also sends those before; Note [one processor].
-
-    Args:
-        grads: in any order.
-        when: seconds of the backward, without sending, until each is ready.
-        network: what sends them.
-        sent: bytes that travel for a gradient.
-    """
-    share = min(1.0, network.bandwidth * network.cpu_per_byte)
-    found: dict[int, float] = {}
-    taken, begin = 0.0, None
-    for grad in sorted(grads, key=lambda grad: when[grad.output]):
-        ready = when[grad.output]
-        begin = ready if begin is None else begin
-        most = share / (1 - share) * (ready - begin) if share < 1 else math.inf
-        found[grad.output] = ready + min(taken, most)
-        taken += network.cpu_per_byte * network.sent(sent(grad))
-    return found
 
 
 def choose_plan(
@@ -77,8 +41,7 @@ def choose_plan(
 
     grads = list(grads)
     network = speeds.network
-    computed = {output: seconds(note.before) for output, note in told.grads.items()}
-    when = beside_sending(grads, computed, network, sent=sent)
+    when = {output: seconds(note.before) for output, note in told.grads.items()}
     alone = frozenset(
         grad.output
         for grad in grads

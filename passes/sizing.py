@@ -38,19 +38,30 @@ buckets that end one after the other need one before it and one after it. So the
 (`SIZES`). Otherwise they have no advantage: what was open can travel with the gradient, no later and with one latency
 less.
 
+Note [one processor]
+~~~~~~~~~~~~~~~~~~~~
+On a CPU without a core to spare, what sends takes its time from what computes: c seconds for each byte, of which at
+most b are sent in a second. So of the B bytes that are ready before gradient k, from r[0] on, those that can have been
+sent delay it:
+
+    r'[k] = r[k] + min(c·B, f/(1 − f)·(r[k] − r[0])), f = min(1, b·c)
+
+`moments` are these r', which take the place of r above.
+
 Note [doubt]
 ~~~~~~~~~~~~
 Few buckets that just meet a deadline are wrong by as much as the prediction of the computation is, and that comes from
 arithmetic at the speed of large matrix products, which little else reaches: backwards of five models took 1.3 to 3.4
-times as long. So what is minimised is the mean step, each relative to the best possible, over computations that last
-`SCALES` times as long as predicted; a bucket also costs the processor `CUT`, and what its all-reduce takes from it.
-Candidates are the fewest buckets for each of these computations and for all of them, with more and less `SLACK`.
+times as long, compiled by inductor, on one core. So what is minimised is the mean step, each relative to the best
+possible, over computations that last `SCALES` times as long as predicted; a bucket also costs the processor `CUT`, and
+what its all-reduce takes from it. Candidates are the fewest buckets for each of these computations and for all of them,
+with more and less `SLACK`.
 """
 
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -146,12 +157,37 @@ class Stretch:
             scale: how many times as long computation takes as predicted.
         """
         place = {grad.output: k for k, grad in enumerate(self.grads)}
-        free = 0.0
+        ready, free = self.moments(scale), 0.0
         for bucket in plan.buckets:
             members = [place[grad.output] for grad in bucket.grads]
-            launched = scale * max(self.when[k] for k in members)
+            launched = max(ready[k] for k in members)
             free = max(free, launched) + self.network.all_reduce(sum(self.sent[k] for k in members))
         return max(free, scale * self.total)
+
+    def moments(self, scale: float = 1.0) -> list[float]:
+        """When each gradient is ready, beside what sends those before it; Note [one processor].
+
+        Args:
+            scale: how many times as long computation takes as predicted.
+        """
+        if scale not in self._delayed:
+            self._delayed[scale] = list(self._beside_sending(scale))
+        return self._delayed[scale]
+
+    def _beside_sending(self, scale: float) -> Iterator[float]:
+        network = self.network
+        share = min(1.0, network.bandwidth * network.cpu_per_byte)
+        taken = before = 0.0  # by all so far, and by those that were ready earlier
+        for k, (ready, nbytes) in enumerate(zip(self.when, self.sent, strict=True)):
+            if k and ready > self.when[k - 1]:
+                before = taken
+            most = scale * (ready - self.when[0]) * share / (1 - share) if share < 1 else math.inf
+            yield scale * ready + min(before, most)
+            taken += network.cpu_per_byte * network.sent(nbytes)
+
+    @cached_property
+    def _delayed(self) -> dict[float, list[float]]:
+        return {}
 
     def price(self, plan: BucketPlan) -> float:
         """What Note [doubt] minimises: 1 is a step of which nothing but the unavoidable is exposed."""
@@ -199,10 +235,10 @@ class Stretch:
                 count, size = 0, 0.0
         return (*found, len(self.sent)) if found[-1] < len(self.sent) else tuple(found)
 
-    @cached_property
-    def _ready(self) -> tuple[float, ...]:
+    def _ready(self, scale: float) -> list[float]:
         """When each run is ready."""
-        return tuple(self.when[bound - 1] for bound in self._bounds[1:])
+        moments = self.moments(scale)
+        return [moments[bound - 1] for bound in self._bounds[1:]]
 
     @cached_property
     def _bytes(self) -> dict[Kind, list[float]]:
@@ -253,7 +289,7 @@ class Stretch:
                     own.append(cut)
                     before = cut
             if not own or self._at[kind][own[-1]] != self._at[kind][-1]:
-                own.append(len(self._ready))
+                own.append(len(self._bounds) - 1)
             found[kind] = own
         return found
 
@@ -269,13 +305,13 @@ class Stretch:
             for start, cut in zip([0, *own], own, strict=False):
                 at = self._at[kind][cut]
                 assert at is not None
-                launches.append((at, self.when[at], self.network.delay + self._sending(sizes[cut] - sizes[start])))
+                launches.append((at, self.network.delay + self._sending(sizes[cut] - sizes[start])))
         launches.sort()
         ends = []
         for scale in SCALES:
-            free = 0.0
-            for _, ready, seconds in launches:
-                free = max(free, scale * ready) + seconds
+            ready, free = self.moments(scale), 0.0
+            for at, seconds in launches:
+                free = max(free, ready[at]) + seconds
             ends.append(max(free, scale * self.total))
         return self._mean(ends, len(launches))
 
@@ -303,8 +339,7 @@ class Stretch:
         finish = [0.0]
         idle = 0  # the last bound whose bytes can have been sent when the run at hand is ready
         window: deque[int] = deque()  # bounds after it, F - P ascending
-        for j, computed in enumerate(self._ready, 1):
-            ready = scale * computed
+        for j, ready in enumerate(self._ready(scale), 1):
             while window and finish[window[-1]] - times[window[-1]] >= finish[j - 1] - times[j - 1]:
                 window.pop()
             window.append(j - 1)
@@ -327,14 +362,14 @@ class Stretch:
         For one scale. No buckets may do that for several: then some of them end later.
         """
         times, alpha = self._times, self.network.delay
-        finish = [self._earliest(scale) for scale in scales]
+        finish, ready = ([of(scale) for scale in scales] for of in (self._earliest, self._ready))
         ends = [max(f[-1], scale * self.total) * (1 + slack) for f, scale in zip(finish, scales, strict=True)]
         rounding = 1e-12 * (max(ends) + times[-1])
-        found = [len(self._ready)]
+        found = [len(self._bounds) - 1]
         while True:
             last = found[-1]
             starts = [end - alpha - times[last] + rounding for end in ends]  # of this bucket, were it empty
-            spare = min(start - scale * self._ready[last - 1] for start, scale in zip(starts, scales, strict=True))
+            spare = min(start - moments[last - 1] for start, moments in zip(starts, ready, strict=True))
             smallest = bisect_left(self._held, self._held[last] - self._largest, 0, last - 1)
             first = max(smallest, bisect_left(times, -spare, 0, last - 1))
             while first < last - 1 and any(f[first] > s + times[first] for f, s in zip(finish, starts, strict=True)):

@@ -34,8 +34,8 @@ from tests.live.lab import (
 )
 from tests.live.pool import Pool
 
-SLOW = Speeds(Machine(1e6, 1e6, 0.0), Network(2, 1e5, 1e-6, cpu_per_call=1e-7, cpu_per_byte=1e-9))
-FAST = Speeds(Machine(1e12, 1e12, 0.0), Network(2, 1e9, 1e-3, cpu_per_call=1e-8, cpu_per_byte=1e-10))
+SLOW = Speeds(Machine(1e6, 1e6, 0.0), Network(2, 1e5, 1e-6, cpu_per_call=20e-6, cpu_per_byte=1e-9))
+FAST = Speeds(Machine(1e12, 1e12, 0.0), Network(2, 1e9, 1e-3, cpu_per_call=20e-6, cpu_per_byte=1e-10))
 """With the one even these models have several buckets, with the other all bytes take less than a message."""
 
 
@@ -138,6 +138,22 @@ def test_a_slow_network_is_measured_with_fewer_bytes(pool: Pool, mbit: int) -> N
     for seconds, found in pool.run(bounded, mbit * 1e6 / 8):
         assert seconds < 0.5
         assert mbit * 1e6 / 8 * 0.5 < found < mbit * 1e6 / 8 * 1.05
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "spare"),
+    [
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], [1, 1], True),
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], [2, 1], False),
+        ([[0], [1]], [1, 1], False),
+        ([[0, 1], [2, 3]], [1, 1], True),
+        ([[0, 1, 2, 3]], [4], False),
+    ],
+)
+def test_what_sends_has_cores_of_its_own(cores: list[list[int]], threads: list[int], spare: bool) -> None:
+    told = [["here", *each] for each in zip(cores, threads, strict=True)]
+    assert fxddp.speeds.has_spare_cores([*told, ["there", [0], 1]], "here") == spare
+    assert not fxddp.speeds.has_spare_cores([*told, ["there", [0], 1]], "there")
 
 
 # ---- one plan --------------------------------------------------------------------------------------------------------
@@ -362,7 +378,8 @@ def test_explain_shows_the_measured_network(pool: Pool, tmp_path: Path) -> None:
     text, data = pool.run(explained, str(tmp_path))[0]
     shown = " ".join(text.split())
     assert 'chosen by bucket_mb="auto"' in shown
-    assert "with 800000 bit/s and 1 µs a message (measured), which take 100 ns a bucket and 1.05 ms a MiB" in shown
+    assert "with 800000 bit/s and 1 µs a message (measured)" in shown
+    assert "sending takes 20 µs a bucket and 1.05 ms a MiB from the processor" in shown
     assert '▸"auto"' in shown
     assert '"bucket_mb": "auto"' in data
 

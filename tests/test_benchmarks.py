@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import modes, network, planner, step_time, tables
+from benchmarks import ideal, modes, network, planner, step_time, tables
 from tests.live.programs import run_benchmark
 
 MODES = ["local", "ddp", "ddp_compile", "fxddp", "fxddp_unsplit", "fxddp@3"]
@@ -25,7 +26,7 @@ def test_tiny_run(tmp_path: Path) -> None:
 
     table = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(MODES)
-    assert {line.count("|") for line in table} == {8}
+    assert {line.count("|") for line in table} == {9}
     assert "### smoke, 3.0 MiB in 6 parameters, unshaped" in done.stdout
     assert "load before" in done.stdout and "load after" in done.stdout
 
@@ -48,6 +49,8 @@ def test_tiny_run(tmp_path: Path) -> None:
     assert result["modes"]["fxddp"]["built"]["launches"] > 1
     assert result["modes"]["fxddp"]["built"]["pieces"] > 1
     assert result["modes"]["fxddp_unsplit"]["built"]["pieces"] == 1
+    ideals = {mode: row["ideal_ms"] for mode, row in result["modes"].items() if "ideal_ms" in row}
+    assert list(ideals) == ["fxddp", "fxddp@3"] and min(ideals.values()) > result["forward_ms"]
     usual, larger = (result["modes"][mode]["built"]["buckets"] for mode in ("fxddp", "fxddp@3"))
     assert max(usual) < 2 * 2**20 <= max(larger) and sum(usual) == sum(larger)
 
@@ -65,20 +68,37 @@ def test_summary_pairs_within_rounds_and_takes_the_slower_rank() -> None:
     """The machine slows down tenfold in the second round: no ratio notices."""
 
     def rank(local: list[float], ddp_compile: list[float], comm: list[float]) -> dict[str, Any]:
-        def samples(times: list[float]) -> list[dict[str, float]]:
-            return [{"step": t, "forward": t / 4, "backward": 3 * t / 4, "cpu": t} for t in times]
+        def samples(times: list[float], share: float = 1.0) -> list[dict[str, float]]:
+            return [{"step": t, "forward": t / 4, "backward": 3 * t / 4, "cpu": share * t} for t in times]
 
         alone = [(seconds, seconds / 2) for seconds in comm]
-        return {"modes": {"local": samples(local), "ddp_compile": samples(ddp_compile)}, "comm": alone}
+        return {"modes": {"local": samples(local), "ddp_compile": samples(ddp_compile, 0.5)}, "comm": alone}
 
     measured = [rank([4, 40, 4], [5, 50, 5], [2, 20, 2]), rank([3, 30, 3], [6, 60, 6], [1, 10, 1])]
     result = tables.summarise(measured, nbytes=1)
     row = result["modes"]["ddp_compile"]
     assert row["samples_ms"] == [6000, 60000, 6000]
     assert row["vs_local"]["low"] == row["vs_local"]["high"] == 1.5
-    assert row["exposed"] == 1.0 and row["busy"] == 1.0
-    assert (result["local_cpu_ms"], result["comm_cpu_ms"]) == (4000, 1000)
+    assert row["exposed"] == 1.0 and row["busy"] == 0.5
     assert (result["forward_ms"], result["backward_ms"], result["limit_ms"]) == (1000, 3000, 4000)
+    assert (result["local_cpu_ms"], result["comm_cpu_ms"]) == (4000, 1000)
+
+    measured[0]["ideal"] = {"ddp_compile": {"ready": [1, 2], "computed": 3, "sending": [1, 3]}}
+    measured[1]["ideal"] = {"ddp_compile": {"ready": [0, 4], "computed": 5, "sending": [2, 1]}}
+    assert tables.summarise(measured, nbytes=1)["modes"]["ddp_compile"]["ideal_ms"] == 1000 + 7000
+
+
+def test_the_ideal_is_a_list_schedule_of_pieces_and_buckets() -> None:
+    begin = 100.0
+    sent = [("piece", 0, 0.0), ("piece", 1, 0.0), ("launch", 0, 0.0), ("piece", 2, 0.0), ("launch", 1, 0.0)]
+    packing = ideal.packing_pieces(SimpleNamespace(events=[*sent, ("piece", 3, 0.0), ("wait", 0, 0.0)]))
+    assert packing == [1, 2]
+    pieces = [("piece", number, begin + seconds) for number, seconds in enumerate((0.5, 1.0, 3.0, 4.0))]
+    local = SimpleNamespace(begin=begin, end=begin + 6.0, events=pieces)
+    assert ideal.packed_after(local, packing) == [3.0, 4.0, 6.0]
+    assert ideal.list_schedule([3.0, 4.0], [0.5, 1.0], 6.0) == 6.0, "hidden"
+    assert ideal.list_schedule([3.0, 4.0], [5.0, 1.0], 6.0) == 9.0, "one after the other"
+    assert ideal.list_schedule([3.0, 5.0], [1.0, 2.0], 6.0) == 7.0, "the network waits for the second"
 
 
 def test_wrong_gradients_are_not_measured() -> None:

@@ -132,8 +132,9 @@ def explain(
     if world_size is None:
         world_size = _world_size(settings, trained)
     known = _measured(trained)
-    machine = _machine(_device_type(model, device), known, flops=flops, memory=memory_bandwidth)
-    network = _network(world_size, known, bandwidth=bandwidth, latency=latency)
+    kind = _device_type(model, device)
+    machine = _machine(kind, known, flops=flops, memory=memory_bandwidth)
+    network = _network(world_size, known, kind, bandwidth=bandwidth, latency=latency)
     speeds = Speeds(machine, network or assumed("cpu", 1).network)
     tried = try_forward(model, inputs, kwargs or {}, settings, speeds, device=device, measure=measure)
     notes = []
@@ -259,11 +260,18 @@ def _machine(kind: str, known: Speeds | None, *, flops: float | None, memory: fl
 
 
 def _network(
-    world_size: int | None, known: Speeds | None, *, bandwidth: float | str | None, latency: float | str | None
+    world_size: int | None,
+    known: Speeds | None,
+    kind: str = "cpu",
+    *,
+    bandwidth: float | str | None,
+    latency: float | str | None,
 ) -> Network | None:
     usual = assumed("cpu", 1).network if known is None else known.network
     wide = usual.bandwidth if bandwidth is None else units.bandwidth(bandwidth)
     late = usual.latency if latency is None else units.seconds(latency)
+    if kind != "cpu":  # what computes does not send
+        usual = replace(usual, cpu_per_call=0.0, cpu_per_byte=0.0)
     return None if world_size is None else replace(usual, world_size=world_size, bandwidth=wide, latency=late)
 
 

@@ -63,12 +63,11 @@ def _head(found: Explanation) -> Iterator[str]:
     hook = settings["comm_hook"]
     sends = "each rank sends at least" if hook is None else f"each rank would send, without {hook},"
     yield f"{sends} {size(network.sent(found.wire_bytes))} a step (2(N-1)/N of the {what}, by a ring all-reduce)"
+    if settings["bucket_mb"] == AUTO and network.cpu_per_byte:
+        call, of_mib = duration(network.cpu_per_call), duration(network.cpu_per_byte * network.sent(1 << 20))
+        yield f'"auto" knows sending takes {call} a bucket and {of_mib} a MiB from the processor; the times do not'
     link = {"bandwidth": rate(network.bandwidth), "latency": f"{duration(network.latency)} a message"}
-    taken = ""
-    if network.cpu_per_call or network.cpu_per_byte:
-        of_mib = duration(network.cpu_per_byte * network.sent(1 << 20))
-        taken = f", which take {duration(network.cpu_per_call)} a bucket and {of_mib} a MiB from the processor"
-    yield f"with {_with_origins(found, link)}{taken}; {computes}:"
+    yield f"with {_with_origins(found, link)}; {computes}:"
     hidden = "" if found.overlap is None else f"; {share(found.overlap)} of the sending is hidden"
     late = any(bucket.needed is not None for bucket in found.buckets)
     step = "step, from a backward through the next forward" if late else "step"

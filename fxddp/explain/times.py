@@ -11,12 +11,12 @@ from torch import Tensor
 from fxddp.artifact import SplitBackward
 from fxddp.config import AUTO, MIB, Settings, in_mib
 from fxddp.passes.bucketing import plan_buckets
+from fxddp.passes.choosing import choose_plan
 from fxddp.passes.cost import Machine, Network, Speeds
 from fxddp.passes.forward import first_needed, piece_of_each
 from fxddp.passes.launching import CAUTION, plan_launches
 from fxddp.passes.outline import Outline
 from fxddp.passes.plan import Bucket, BucketPlan, GradSpec
-from fxddp.passes.choosing import choose_plan
 from fxddp.site import Site
 from fxddp.units import count, duration, rate
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxddp.passes.bucketing import plan_buckets
+from fxddp.passes.choosing import choose_plan
 from fxddp.passes.cost import Machine, Network, Speeds, Work
 from fxddp.passes.outline import GradNote, Outline
 from fxddp.passes.plan import Bucket, BucketPlan, GradSpec, check_plan
-from fxddp.passes.choosing import beside_sending, choose_plan
 from fxddp.passes.sizing import Stretch, equal_size
 from tests.strategies import grad_lists, some_grad
 
@@ -188,21 +188,32 @@ def test_a_call_that_takes_much_of_the_processor_is_made_less_often() -> None:
 
 def test_it_is_planned_with_what_sending_takes_from_the_processor() -> None:
     network = Network(2, 1e9, 1e-5, cpu_per_byte=1e-9)  # it is what sends: each quarter MiB delays all that follow
-    grads, part = [some_grad(i, 65536) for i in range(48)], 262144e-9
-    when = {i: (i + 1) / 480 + i * part for i in range(48)}
-    expected = Stretch.of(grads, when, 0.1, network).plan()
-    assert plan_of(network).digest() == expected.digest()
-    assert plan_of(Network(2, 1e9, 1e-5)).digest() != expected.digest()
+    plan, part = plan_of(network), 262144e-9
+    assert plan.digest() != plan_of(Network(2, 1e9, 1e-5)).digest()
+    grads = [some_grad(i, 65536) for i in range(48)]
+    stretch = Stretch.of(grads, {i: (i + 1) / 480 for i in range(48)}, 0.1, network)
+    for scale in (0.5, 1.0, 2.0):
+        delayed = {i: scale * (i + 1) / 480 + i * part for i in range(48)}
+        apart = Stretch.of(grads, delayed, scale * 0.1, Network(2, 1e9, 1e-5))
+        assert stretch.finish(plan, scale) == pytest.approx(step(apart, plan))
+        assert stretch._earliest(scale) == pytest.approx(apart._earliest(1.0))
+        assert stretch._fewest([scale], 0.01) == apart._fewest([1.0], 0.01)
 
 
 def test_what_a_processor_sends_delays_what_it_computes() -> None:
     grads = [some_grad(i, 1 << 18) for i in range(5)]  # 1 MiB each
     when = {i: float(i + 1) for i in range(5)}
+    network = Network(
+        4, 100.0 * MIB, 0.0, cpu_per_byte=0.001 / MIB
+    )  # of four ranks each sends one and a half times that
+    assert Stretch.of(grads, dict.fromkeys(when, 1.0), 5.0, network).moments(2.0) == [2.0] * 5, "at the same moment"
+    assert Stretch.of(grads, when, 5.0, network).moments(2.0)[4] == pytest.approx(10.0 + 4 * 0.0015)
 
     def delays(bandwidth: float, cpu: float) -> list[float]:
         """Of a MiB's seconds."""
-        found = beside_sending(grads, when, Network(2, bandwidth * MIB, 0.0, cpu_per_byte=cpu / MIB))
-        return [found[i] - when[i] for i in range(5)]
+        network = Network(2, bandwidth * MIB, 0.0, cpu_per_byte=cpu / MIB)
+        found = Stretch.of(grads, when, 5.0, network).moments()
+        return [moment - when[i] for i, moment in enumerate(found)]
 
     assert delays(100.0, 0.0) == [0.0] * 5
     assert delays(100.0, 0.001) == pytest.approx([0.001 * i for i in range(5)]), "all before it were sent"
