@@ -46,7 +46,8 @@ sent delay it:
 
     r'[k] = r[k] + min(c·B, f/(1 − f)·(r[k] − r[0])), f = min(1, b·c)
 
-`moments` are these r', which take the place of r above.
+What a plan is worth (`finish`) counts the bytes of the buckets launched before. What searches for plans does not know
+these yet, so it looks for those of two extremes: all that was ready is sent, r' in place of r, and nothing is, r.
 
 Note [doubt]
 ~~~~~~~~~~~~
@@ -61,7 +62,7 @@ with more and less `SLACK`.
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -157,37 +158,20 @@ class Stretch:
             scale: how many times as long computation takes as predicted.
         """
         place = {grad.output: k for k, grad in enumerate(self.grads)}
-        ready, free = self.moments(scale), 0.0
+        free, before, delay = 0.0, 0.0, 0.0
         for bucket in plan.buckets:
             members = [place[grad.output] for grad in bucket.grads]
-            launched = max(ready[k] for k in members)
-            free = max(free, launched) + self.network.all_reduce(sum(self.sent[k] for k in members))
-        return max(free, scale * self.total)
+            ready, nbytes = max(self.when[k] for k in members), sum(self.sent[k] for k in members)
+            delay = self._delay(before, scale * (ready - self.when[0]))
+            free = max(free, scale * ready + delay) + self.network.all_reduce(nbytes)
+            before += nbytes
+        return max(free, scale * self.total + delay)
 
-    def moments(self, scale: float = 1.0) -> list[float]:
-        """When each gradient is ready, beside what sends those before it; Note [one processor].
-
-        Args:
-            scale: how many times as long computation takes as predicted.
-        """
-        if scale not in self._delayed:
-            self._delayed[scale] = list(self._beside_sending(scale))
-        return self._delayed[scale]
-
-    def _beside_sending(self, scale: float) -> Iterator[float]:
-        network = self.network
-        share = min(1.0, network.bandwidth * network.cpu_per_byte)
-        taken = before = 0.0  # by all so far, and by those that were ready earlier
-        for k, (ready, nbytes) in enumerate(zip(self.when, self.sent, strict=True)):
-            if k and ready > self.when[k - 1]:
-                before = taken
-            most = scale * (ready - self.when[0]) * share / (1 - share) if share < 1 else math.inf
-            yield scale * ready + min(before, most)
-            taken += network.cpu_per_byte * network.sent(nbytes)
-
-    @cached_property
-    def _delayed(self) -> dict[float, list[float]]:
-        return {}
+    def _delay(self, nbytes: float, since: float) -> float:
+        """Seconds that sending so many bytes has taken from what computes since the first were ready, so long ago."""
+        taken = float(self.network.cpu_per_byte * self.network.sent(nbytes))
+        share = self.network.bandwidth * self.network.cpu_per_byte
+        return min(taken, share / (1 - share) * since) if share < 1 else taken
 
     def price(self, plan: BucketPlan) -> float:
         """What Note [doubt] minimises: 1 is a step of which nothing but the unavoidable is exposed."""
@@ -217,7 +201,8 @@ class Stretch:
         if not self.grads:
             return frozenset()
         several = (SCALES, *((scale,) for scale in SCALES))
-        found = {self._fewest(scales, slack) for scales in several for slack in SLACK}
+        extremes = (True, False) if self.network.cpu_per_byte else (False,)
+        found = {self._fewest(scales, slack, late=late) for late in extremes for scales in several for slack in SLACK}
         _, _, best = min((self._price_of(cuts), len(cuts), cuts) for cuts in found)
         return frozenset(self._last[kind][cut] for kind, own in self._by_kind(best).items() for cut in own)
 
@@ -235,10 +220,20 @@ class Stretch:
                 count, size = 0, 0.0
         return (*found, len(self.sent)) if found[-1] < len(self.sent) else tuple(found)
 
-    def _ready(self, scale: float) -> list[float]:
+    @cached_property
+    def _ready(self) -> tuple[float, ...]:
         """When each run is ready."""
-        moments = self.moments(scale)
-        return [moments[bound - 1] for bound in self._bounds[1:]]
+        return tuple(self.when[bound - 1] for bound in self._bounds[1:])
+
+    def _moments(self, scale: float, *, late: bool) -> list[float]:
+        """`_ready` in a computation that lasts so many times as long; `late`: all that was ready is sent beside it."""
+        moments = [scale * ready for ready in self._ready]
+        if not late:
+            return moments
+        sent = (sum(sizes) for sizes in zip(*self._bytes.values(), strict=True))
+        return [
+            moment + self._delay(before, moment - moments[0]) for moment, before in zip(moments, sent, strict=False)
+        ]
 
     @cached_property
     def _bytes(self) -> dict[Kind, list[float]]:
@@ -305,14 +300,16 @@ class Stretch:
             for start, cut in zip([0, *own], own, strict=False):
                 at = self._at[kind][cut]
                 assert at is not None
-                launches.append((at, self.network.delay + self._sending(sizes[cut] - sizes[start])))
+                launches.append((at, sizes[cut] - sizes[start]))
         launches.sort()
         ends = []
         for scale in SCALES:
-            ready, free = self.moments(scale), 0.0
-            for at, seconds in launches:
-                free = max(free, ready[at]) + seconds
-            ends.append(max(free, scale * self.total))
+            free, before, delay = 0.0, 0.0, 0.0
+            for at, nbytes in launches:
+                delay = self._delay(before, scale * (self.when[at] - self.when[0]))
+                free = max(free, scale * self.when[at] + delay) + self.network.delay + self._sending(nbytes)
+                before += nbytes
+            ends.append(max(free, scale * self.total + delay))
         return self._mean(ends, len(launches))
 
     def _mean(self, ends: Sequence[float], buckets: int) -> float:
@@ -328,18 +325,23 @@ class Stretch:
         return [self._sending(sum(sizes)) for sizes in zip(*self._bytes.values(), strict=True)]
 
     @cached_property
-    def _found(self) -> dict[float, list[float]]:
+    def _found(self) -> dict[tuple[float, bool], tuple[list[float], list[float]]]:
         return {}
 
     def _earliest(self, scale: float) -> list[float]:
         """F of Note [unequal buckets]: when what lies before each bound can have been sent."""
-        if scale in self._found:
-            return self._found[scale]
+        return self._search(scale, late=False)[1]
+
+    def _search(self, scale: float, *, late: bool) -> tuple[list[float], list[float]]:
+        """`_moments`, and the F that follow from them."""
+        if (scale, late) in self._found:
+            return self._found[scale, late]
+        moments = self._moments(scale, late=late)
         times, alpha, held, largest = self._times, self.network.delay, self._held, self._largest
         finish = [0.0]
         idle = 0  # the last bound whose bytes can have been sent when the run at hand is ready
         window: deque[int] = deque()  # bounds after it, F - P ascending
-        for j, ready in enumerate(self._ready(scale), 1):
+        for j, ready in enumerate(moments, 1):
             while window and finish[window[-1]] - times[window[-1]] >= finish[j - 1] - times[j - 1]:
                 window.pop()
             window.append(j - 1)
@@ -353,16 +355,16 @@ class Stretch:
             if window:
                 end = min(end, finish[window[0]] - times[window[0]])
             finish.append(end + alpha + times[j])
-        self._found[scale] = finish
-        return finish
+        self._found[scale, late] = moments, finish
+        return moments, finish
 
-    def _fewest(self, scales: Sequence[float], slack: float) -> Cuts:
+    def _fewest(self, scales: Sequence[float], slack: float, *, late: bool = False) -> Cuts:
         """The fewest buckets with which, at each of these scales, the step ends at most this share later than it could.
 
         For one scale. No buckets may do that for several: then some of them end later.
         """
         times, alpha = self._times, self.network.delay
-        finish, ready = ([of(scale) for scale in scales] for of in (self._earliest, self._ready))
+        ready, finish = zip(*(self._search(scale, late=late) for scale in scales), strict=True)
         ends = [max(f[-1], scale * self.total) * (1 + slack) for f, scale in zip(finish, scales, strict=True)]
         rounding = 1e-12 * (max(ends) + times[-1])
         found = [len(self._bounds) - 1]

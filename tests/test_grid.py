@@ -28,7 +28,7 @@ class StandIn:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[list[str], dict[str, int]]] = []
-        self.failing, self.fails_at, self.killed_after = "", "none", 99
+        self.failing, self.fails_at, self.fails_from, self.killed_after = "", "none", 0, 99
 
         @contextmanager
         def opened_network(rates: Sequence[str], *, namespaces: bool) -> Iterator[tuple[network.Network, list[str]]]:
@@ -43,7 +43,7 @@ class StandIn:
         scratch.mkdir()
         self.asked.append((modes, rates))
         for rate in rates:
-            if self.failing in modes and rate == self.fails_at:
+            if self.failing in modes and rate == self.fails_at and len(self.asked) > self.fails_from:
                 raise step_time.BuildError(self.failing, "build: rank 0: Traceback\nRuntimeError: not here")
             if self.killed_after == 0:
                 raise KeyboardInterrupt
@@ -129,6 +129,13 @@ def test_what_is_judged_is_measured_again_with_the_fastest_alone(
     assert stand_in.asked[2:] == [(fastest, {"1gbit": 9})]
     assert list(grid.points(grid.read_lines(file), judged=True)) == [("smoke", "none"), ("smoke", "1gbit")]
 
+    stand_in.failing, stand_in.fails_from = "ddp_static@25", len(stand_in.asked) + 1  # only among the fastest
+    assert start(tmp_path / "other", rates="none") == 0
+    others = [mode for mode in fastest if mode != "ddp_static@25"]
+    assert stand_in.asked[3:] == [(SMOKE, {"none": 6}), (fastest, {"none": 9}), (others, {"none": 9})]
+    stand_in.failing = ""
+    del stand_in.asked[3:]
+
     seconds["ddp_uncut@1"] = 1.1  # measured anew at one of these rates, it is among the fastest
     left = [line for line in grid.read_lines(file) if line["judged"] or line["rate"] != "1gbit"]
     file.unlink()
@@ -192,4 +199,6 @@ def test_every_mode_of_the_grid_is_one() -> None:
         for mode in row.modes:
             modes.check_mode(mode)
     assert {model for model, _ in grid.JUDGED} <= set(grid.GRID)
+    point = {"model": "many", "rate": "none", "modes": {mode: {"median_ms": 1.0} for mode in grid.MANY}}
+    assert set(grid.contenders("many", [point])) < set(grid.MANY), "which has no auto"
     assert {rate for _, rate in grid.JUDGED} <= set(grid.RATES)
