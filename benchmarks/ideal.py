@@ -34,8 +34,15 @@ def packing_pieces(sent: Any) -> list[int]:
     return found
 
 
-def packed_after(local: Any, packing: Sequence[int]) -> list[float]:
-    """Seconds until each bucket was packed, and until all was through, from the record of a backward that sent none."""
-    begins = [seconds for what, _, seconds in local.events if what == "piece"]
-    ends = [seconds - local.begin for seconds in (*begins[1:], local.end)]
-    return [*(ends[piece] for piece in packing), ends[-1]]
+def packed_after(local: Any, sent: Any) -> list[float]:
+    """Seconds until each bucket was packed, and until all pieces were through.
+
+    Args:
+        local: the record of a backward that sent nothing. Its end comes late: autograd accumulates what is not sent.
+        sent: of one that sent the buckets, which tells how long the last piece takes.
+    """
+    begins = [seconds - local.begin for what, _, seconds in local.events if what == "piece"]
+    last = max(i for i, (what, _, _) in enumerate(sent.events) if what == "piece")
+    (_, _, begin), (_, _, end) = sent.events[last : last + 2]
+    ends = [*begins[1:], begins[-1] + end - begin]
+    return [*(ends[piece] for piece in packing_pieces(sent)), ends[-1]]

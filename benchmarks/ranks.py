@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from benchmarks.ideal import packed_after, packing_pieces
+from benchmarks.ideal import packed_after
 from benchmarks.modes import (
     AUTO,
     CHECKED_RATE,
@@ -209,12 +209,12 @@ class Rank:
         """Seconds until each bucket is packed and until all is computed, without sending; those each travels alone."""
         self._streak(run, 0.0, 1)
         sent = run.backend.stats().backwards[-1]
-        packing, steps = packing_pieces(sent), []
+        steps = []
         for _ in range(IDEAL_STEPS):
             dist.barrier()
             with run.backend.no_sync():
                 self._warm_up_step(run)
-            steps.append(packed_after(run.backend.stats().backwards[-1], packing))
+            steps.append(packed_after(run.backend.stats().backwards[-1], sent))
         self._streak(run, 0.0, 1)  # none of that is left
         *ready, computed = map(statistics.median, zip(*steps, strict=True))
         buckets = [torch.zeros(bucket.nbytes // 4) for bucket in sent.buckets]

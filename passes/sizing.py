@@ -57,6 +57,9 @@ times as long, compiled by inductor, on one core. So what is minimised is the me
 possible, over computations that last `SCALES` times as long as predicted; a bucket also costs the processor `CUT`, and
 what its all-reduce takes from it. Candidates are the fewest buckets for each of these computations and for all of them,
 with more and less `SLACK`.
+
+Least certain is when the small gradients between large ones are ready: those of a norm come out of reductions, which
+no peak speed describes. So no bucket waits for a `TAIL` of such; they travel with the next one.
 """
 
 import math
@@ -78,13 +81,16 @@ from .plan import BucketPlan, GradSpec
 __all__ = ["Stretch", "cut_of", "equal_size"]
 
 SCALES = (0.7, 1.0, 1.4, 2.0, 2.8)
-SLACK = (0.0, 0.003, 0.01, 0.03, 0.1)
+SLACK = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Later than the earliest end of the step, as a share of it."""
+
+TAIL = 1 / 32
+"""Share of a bucket that is not worth waiting for."""
 
 CUT = 50e-6
 """Seconds that one more bucket costs the processor, without its all-reduce: a piece of compiled code, launch, wait."""
 
-LARGEST, SHARE = 64 << 20, 1 / 8
+LARGEST, SHARE = 25 << 20, 1 / 8
 """What a bucket may hold: bytes, or a share of all gradients; see Note [unequal buckets]."""
 
 SIZES = tuple(int(mib * (1 << 20)) for mib in (0.5, 1, 2, 4, 8, 16, 25, 32, 64))
@@ -203,8 +209,16 @@ class Stretch:
         several = (SCALES, *((scale,) for scale in SCALES))
         extremes = (True, False) if self.network.cpu_per_byte else (False,)
         found = {self._fewest(scales, slack, late=late) for late in extremes for scales in several for slack in SLACK}
-        _, _, best = min((self._price_of(cuts), len(cuts), cuts) for cuts in found)
+        _, _, best = min((self._price_of(cuts), len(cuts), cuts) for cuts in map(self._trimmed, found))
         return frozenset(self._last[kind][cut] for kind, own in self._by_kind(best).items() for cut in own)
+
+    def _trimmed(self, cuts: Cuts) -> Cuts:
+        """Without the tails of buckets but the last; see Note [doubt]."""
+        held, found = self._held, [0]
+        for cut in cuts[:-1]:
+            least = held[cut] - TAIL * (held[cut] - held[found[-1]])
+            found.append(bisect_left(held, least, found[-1] + 1, cut))
+        return (*found[1:], cuts[-1])
 
     # --- runs of gradients ------------------------------------------------------------------------
 

@@ -90,12 +90,14 @@ def test_summary_pairs_within_rounds_and_takes_the_slower_rank() -> None:
 
 def test_the_ideal_is_a_list_schedule_of_pieces_and_buckets() -> None:
     begin = 100.0
-    sent = [("piece", 0, 0.0), ("piece", 1, 0.0), ("launch", 0, 0.0), ("piece", 2, 0.0), ("launch", 1, 0.0)]
-    packing = ideal.packing_pieces(SimpleNamespace(events=[*sent, ("piece", 3, 0.0), ("wait", 0, 0.0)]))
-    assert packing == [1, 2]
+    events = [("piece", 0, 0.0), ("piece", 1, 0.0), ("launch", 0, 0.0), ("piece", 2, 0.0), ("launch", 1, 0.0)]
+    sent = SimpleNamespace(events=[*events, ("piece", 3, 7.0), ("wait", 0, 7.5), ("wait", 1, 9.0)])
+    assert ideal.packing_pieces(sent) == [1, 2]
     pieces = [("piece", number, begin + seconds) for number, seconds in enumerate((0.5, 1.0, 3.0, 4.0))]
-    local = SimpleNamespace(begin=begin, end=begin + 6.0, events=pieces)
-    assert ideal.packed_after(local, packing) == [3.0, 4.0, 6.0]
+    local = SimpleNamespace(begin=begin, events=pieces)
+    assert ideal.packed_after(local, sent) == [3.0, 4.0, 4.5]
+    sent.events = [("piece", 0, 3.0), ("launch", 0, 3.25)]
+    assert ideal.packed_after(SimpleNamespace(begin=begin, events=pieces[:1]), sent) == [0.75, 0.75]
     assert ideal.list_schedule([3.0, 4.0], [0.5, 1.0], 6.0) == 6.0, "hidden"
     assert ideal.list_schedule([3.0, 4.0], [5.0, 1.0], 6.0) == 9.0, "one after the other"
     assert ideal.list_schedule([3.0, 5.0], [1.0, 2.0], 6.0) == 7.0, "the network waits for the second"
