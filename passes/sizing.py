@@ -30,8 +30,9 @@ end, the fewest buckets that meet a deadline follow greedily: the last bucket is
 after what is left, and what is left has a deadline again. Both are exact; buckets come out as large as what is left to
 hide them, and the last ones small.
 
-While a bucket is packed its gradients are there twice, so none is larger than `LARGEST` bytes or this `SHARE` of all,
-whichever is more, except a single gradient: fewer i are allowed, and all of the above still holds.
+While a bucket is packed its gradients are there twice, and a large one leaves the caches before it is sent. So none is
+larger than `LARGEST` bytes or this `SHARE` of all, whichever is more, except a single gradient: fewer i are allowed,
+and all of the above still holds.
 
 A plan of one size can send a gradient that large alone and go on with the bucket it found open (`bucketing.py`), where
 buckets that end one after the other need one before it and one after it. So these plans are tried as well then
@@ -90,7 +91,7 @@ TAIL = 1 / 32
 CUT = 50e-6
 """Seconds that one more bucket costs the processor, without its all-reduce: a piece of compiled code, launch, wait."""
 
-LARGEST, SHARE = 25 << 20, 1 / 8
+LARGEST, SHARE = 16 << 20, 1 / 8
 """What a bucket may hold: bytes, or a share of all gradients; see Note [unequal buckets]."""
 
 SIZES = tuple(int(mib * (1 << 20)) for mib in (0.5, 1, 2, 4, 8, 16, 25, 32, 64))
