@@ -45,10 +45,11 @@ On a CPU without a core to spare, what sends takes its time from what computes: 
 most b are sent in a second. So of the B bytes that are ready before gradient k, from r[0] on, those that can have been
 sent delay it:
 
-    r'[k] = r[k] + min(c·B, f/(1 − f)·(r[k] − r[0])), f = min(1, b·c)
+    r'[k] = r[k] + min(c·B, f/(1 − f)·(r[k] − r[0])), f = min(1/2, b·c)
 
-What a plan is worth (`finish`) counts the bytes of the buckets launched before. What searches for plans does not know
-these yet, so it looks for those of two extremes: all that was ready is sent, r' in place of r, and nothing is, r.
+where the half is what a fair scheduler leaves; what is left of c·S then delays what follows the last one. What a plan
+is worth (`finish`) counts the bytes of the buckets launched before. What searches for plans does not know these yet, so
+it looks for those of two extremes: all that was ready is sent, r' in place of r, and nothing is, r.
 
 Note [doubt]
 ~~~~~~~~~~~~
@@ -165,20 +166,30 @@ class Stretch:
             scale: how many times as long computation takes as predicted.
         """
         place = {grad.output: k for k, grad in enumerate(self.grads)}
-        free, before, delay = 0.0, 0.0, 0.0
+        launches = []
         for bucket in plan.buckets:
             members = [place[grad.output] for grad in bucket.grads]
-            ready, nbytes = max(self.when[k] for k in members), sum(self.sent[k] for k in members)
-            delay = self._delay(before, scale * (ready - self.when[0]))
-            free = max(free, scale * ready + delay) + self.network.all_reduce(nbytes)
-            before += nbytes
-        return max(free, scale * self.total + delay)
+            launches.append((max(self.when[k] for k in members), sum(self.sent[k] for k in members)))
+        return self._end(launches, scale)
 
-    def _delay(self, nbytes: float, since: float) -> float:
-        """Seconds that sending so many bytes has taken from what computes since the first were ready, so long ago."""
-        taken = float(self.network.cpu_per_byte * self.network.sent(nbytes))
-        share = self.network.bandwidth * self.network.cpu_per_byte
-        return min(taken, share / (1 - share) * since) if share < 1 else taken
+    def _end(self, launches: Sequence[tuple[float, float]], scale: float) -> float:
+        """`finish`, for buckets that are ready at these seconds and have so many bytes to be sent."""
+        free, taking, delay, ready = 0.0, 0.0, 0.0, 0.0
+        for ready, nbytes in launches:
+            delay = self._delay(taking, scale * (ready - self.when[0]))
+            free = max(free, scale * ready + delay) + float(self.network.all_reduce(nbytes))
+            taking += self._taking(nbytes)
+        rest = scale * (self.total - ready)
+        return max(free, scale * ready + delay + rest + self._delay(taking - delay, rest))
+
+    def _taking(self, nbytes: float) -> float:
+        """Seconds that sending so many bytes takes from the processor."""
+        return float(self.network.cpu_per_byte * self.network.sent(nbytes))
+
+    def _delay(self, taking: float, computed: float) -> float:
+        """Seconds for which what takes so many from the processor delays what computes meanwhile."""
+        share = min(0.5, self.network.bandwidth * self.network.cpu_per_byte)
+        return min(taking, share / (1 - share) * computed)
 
     def price(self, plan: BucketPlan) -> float:
         """What Note [doubt] minimises: 1 is a step of which nothing but the unavoidable is exposed."""
@@ -247,7 +258,8 @@ class Stretch:
             return moments
         sent = (sum(sizes) for sizes in zip(*self._bytes.values(), strict=True))
         return [
-            moment + self._delay(before, moment - moments[0]) for moment, before in zip(moments, sent, strict=False)
+            moment + self._delay(self._taking(before), moment - moments[0])
+            for moment, before in zip(moments, sent, strict=False)
         ]
 
     @cached_property
@@ -315,17 +327,10 @@ class Stretch:
             for start, cut in zip([0, *own], own, strict=False):
                 at = self._at[kind][cut]
                 assert at is not None
-                launches.append((at, sizes[cut] - sizes[start]))
+                launches.append((at, self.when[at], sizes[cut] - sizes[start]))
         launches.sort()
-        ends = []
-        for scale in SCALES:
-            free, before, delay = 0.0, 0.0, 0.0
-            for at, nbytes in launches:
-                delay = self._delay(before, scale * (self.when[at] - self.when[0]))
-                free = max(free, scale * self.when[at] + delay) + self.network.delay + self._sending(nbytes)
-                before += nbytes
-            ends.append(max(free, scale * self.total + delay))
-        return self._mean(ends, len(launches))
+        timed = [(ready, nbytes) for _, ready, nbytes in launches]
+        return self._mean([self._end(timed, scale) for scale in SCALES], len(launches))
 
     def _mean(self, ends: Sequence[float], buckets: int) -> float:
         shares = [
