@@ -54,7 +54,7 @@ it looks for those of two extremes: all that was ready is sent, r' in place of r
 Note [doubt]
 ~~~~~~~~~~~~
 Few buckets that just meet a deadline are wrong by as much as the prediction of the computation is, and that comes from
-arithmetic at the speed of large matrix products, which little else reaches: backwards of five models took 1.3 to 3.4
+arithmetic at the speed of large matrix products, which little else reaches: backwards of five models took 1.2 to 2.8
 times as long, compiled by inductor, on one core. So what is minimised is the mean step, each relative to the best
 possible, over computations that last `SCALES` times as long as predicted; a bucket also costs the processor `CUT`, and
 what its all-reduce takes from it. Candidates are the fewest buckets for each of these computations and for all of them,
@@ -311,7 +311,7 @@ class Stretch:
                     own.append(cut)
                     before = cut
             if not own or self._at[kind][own[-1]] != self._at[kind][-1]:
-                own.append(len(self._bounds) - 1)
+                own.append(len(self._ready))
             found[kind] = own
         return found
 
@@ -387,7 +387,7 @@ class Stretch:
         ready, finish = zip(*(self._search(scale, late=late) for scale in scales), strict=True)
         ends = [max(f[-1], scale * self.total) * (1 + slack) for f, scale in zip(finish, scales, strict=True)]
         rounding = 1e-12 * (max(ends) + times[-1])
-        found = [len(self._bounds) - 1]
+        found = [len(self._ready)]
         while True:
             last = found[-1]
             starts = [end - alpha - times[last] + rounding for end in ends]  # of this bucket, were it empty
