@@ -382,7 +382,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--no-namespaces", dest="namespaces", action="store_false", help="plain loopback, unshaped")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds a build or a measurement may take")
     # What step_time asks for and the grid does not vary.
-    parser.set_defaults(bucket_mb=TORCH_BUCKET_MB, ranks=2, streak=1, optimizer=False, comm_hook=None)
+    parser.set_defaults(bucket_mb=TORCH_BUCKET_MB, ranks=2, streak=1, optimizer=False, comm_hook=None, ideal=False)
     options = parser.parse_args(arguments)
     for name in ("rounds", "timeout"):
         if (value := getattr(options, name)) is not None and value <= 0:

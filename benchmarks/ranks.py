@@ -128,8 +128,8 @@ class Rank:
             built["speeds"] = asdict(run.backend.lookup().speeds)
         return built
 
-    def measure(self, *, rounds: int, settle_s: float, streak: int) -> Any:
-        """Samples of every mode, in turns; see Note [turns]."""
+    def measure(self, *, rounds: int, settle_s: float, streak: int, ideal: bool) -> Any:
+        """Samples of every mode, in turns; see Note [turns]. If asked to, what makes fxddp's ideal, too."""
         for run in self.runs.values():
             for _ in range(2):  # connections, buffers and congestion windows get used to the new rate
                 self._streak(run, 0.0, 1)
@@ -152,7 +152,7 @@ class Rank:
         return {
             "modes": {mode: [asdict(s) for s in taken] for mode, taken in samples.items()},
             "comm": communication,
-            "ideal": {mode: self._ideal(run) for mode, run in self.runs.items() if self._has_ideal(mode)},
+            "ideal": {mode: self._ideal(run) for mode, run in self.runs.items() if ideal and self._has_ideal(mode)},
         }
 
     def _warm_up_step(self, run: Run) -> None:

@@ -124,7 +124,9 @@ def measure_model(
             load = os.getloadavg()
             note(f"{model}: measuring at rate {rate}")
             settle_s = settle_seconds(rate)
-            measured = ranks.ask("measure", rounds=rounds, settle_s=settle_s, streak=options.streak)
+            measured = ranks.ask(
+                "measure", rounds=rounds, settle_s=settle_s, streak=options.streak, ideal=options.ideal
+            )
             result = {"model": model, "rate": rate, **facts, "load_before": load, "load_after": os.getloadavg()}
             result |= summarise(measured, nbytes=facts["bytes"])
             for mode, row in result["modes"].items():
@@ -258,6 +260,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a build or a measurement may take")
     parser.add_argument("--json", type=Path, help="also write every sample to this file")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
+    parser.set_defaults(ideal=True)
     options = parser.parse_args(arguments)
     for name in ("rounds", "bucket_mb", "timeout", "streak"):
         if getattr(options, name) <= 0:

@@ -435,6 +435,10 @@ function settings() {
   const list = Object.entries(report.settings).map(([name, value]) => [name, typeof value === "number" ? digits(value, 4) : value === null || (typeof value === "object" && !Object.keys(value).length) ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value)]);
   if (network) list.push(["network", `${digits((network.bandwidth * 8) / 1e9, 4)} Gbit/s${origin("bandwidth")}, ${duration(network.latency)} a message${origin("latency")}: ring all-reduce`]);
   list.push(["machine", `${digits(report.machine.flops / 1e12, 3)} TFLOP/s${origin("flops")}, ${digits(report.machine.memory / 1e9, 4)} GB/s of memory${origin("memory_bandwidth")}`]);
+  if (network?.cpu_per_byte && report.settings.bucket_mb === "auto") {
+    const ofMib = network.cpu_per_byte * 2 * (network.world_size - 1) / network.world_size * 2 ** 20;
+    list.push(["processor", `sending takes ${duration(network.cpu_per_call)} a bucket and ${duration(ofMib)} a MiB from it, as bucket_mb="auto" knows; the times above do not`]);
+  }
   $("settings").append(make("dl", {}, list.flatMap(([name, value]) => [make("dt", {}, name), make("dd", { class: "mono" }, value)])));
 }
 
