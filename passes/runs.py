@@ -1,10 +1,10 @@
 """Gradients taken together into runs between which a bucket may end, and what lies before each such bound.
 
-    gradients    0  1  2 │ 3 │ 4  5 │ 6 ...        so many that some share a run, or none of which does
-    bounds     0         1   2      3              a cut is a bound at which a bucket ends
+    gradients      0  1  2 │ 3 │ 4  5 │ 6  7  8 │ ...
+    bounds       0         1   2      3         4
 
-What can be sent depends on all kinds together, so bytes are counted of all; which gradient is the last of its bucket
-depends on its kind, so each kind's are counted as well.
+A cut is a bound at which a bucket ends. When all can be sent depends on the bytes of all kinds together; what is in a
+bucket, on those of its own kind. So both are counted.
 """
 
 from collections import defaultdict
