@@ -28,13 +28,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 
-import torch
-
-from .plan import Bucket, BucketPlan, GradSpec
+from .plan import Bucket, BucketPlan, GradSpec, Kind
 
 __all__ = ["plan_buckets"]
-
-Kind = tuple[torch.dtype, torch.device]  # what the gradients of one bucket have in common
 
 
 def plan_buckets(

@@ -96,6 +96,14 @@ class Network:
         """Seconds for a ring all-reduce of this many bytes."""
         return self.sent(nbytes) / self.bandwidth + self.delay
 
+    def sending(self, nbytes: Any) -> Any:
+        """Seconds that the bytes take, which is all but `delay`."""
+        return self.all_reduce(nbytes) - self.delay
+
+    def taken(self, nbytes: Any) -> Any:
+        """Seconds that this many bytes, all-reduced, take from the processor that computes."""
+        return self.cpu_per_byte * self.sent(nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Speeds:

@@ -14,10 +14,14 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 
-__all__ = ["Bucket", "BucketPlan", "GradSpec", "check_plan"]
+__all__ = ["Bucket", "BucketPlan", "GradSpec", "Kind", "check_plan"]
+
+Kind: TypeAlias = "tuple[torch.dtype, torch.device]"
+"""What the gradients of one bucket have in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +234,7 @@ def _huge(plan: BucketPlan, bucket: "Bucket | GradSpec") -> bool:
 
 def _neighbours(plan: BucketPlan) -> list[tuple[Bucket, Bucket]]:
     """Pairs each bucket with the next one of its dtype and device, those of huge gradients apart."""
-    by_kind: defaultdict[tuple[torch.dtype, torch.device], list[Bucket]] = defaultdict(list)
+    by_kind: defaultdict[Kind, list[Bucket]] = defaultdict(list)
     for bucket in plan.buckets:
         if not _huge(plan, bucket):
             by_kind[bucket.dtype, bucket.device].append(bucket)
@@ -263,7 +267,7 @@ def _check_caps(plan: BucketPlan, grads: Sequence[GradSpec]) -> None:
 
 def _limits(plan: BucketPlan, grads: Sequence[GradSpec]) -> dict[int, int]:
     if plan.caps:
-        seen: Counter[tuple[torch.dtype, torch.device]] = Counter()
+        seen: Counter[Kind] = Counter()
         limits = {}
         for bucket in plan.buckets:
             kind = bucket.dtype, bucket.device
@@ -282,7 +286,7 @@ def _first_to_fill(plan: BucketPlan, grads: Sequence[GradSpec]) -> Bucket | None
 
     None as well if a huge gradient is ready before.
     """
-    seen: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    seen: Counter[Kind] = Counter()
     for grad in sorted(grads, key=_place):
         if _huge(plan, grad):
             return None

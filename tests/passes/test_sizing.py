@@ -121,9 +121,9 @@ def test_the_earliest_end_is_that_of_the_best_of_all_plans(stretch: Stretch) -> 
     plans = [plan for plan in plans if all(len(b.grads) == 1 or b.nbytes <= largest for b in plan.buckets)]
     for scale in (0.5, 1.0, 2.0):
         best = min(step(stretch, plan, scale) for plan in plans)
-        earliest = max(stretch._earliest(scale)[-1], scale * stretch.total)
+        earliest = stretch._search.soonest(scale)
         assert earliest == pytest.approx(best, rel=1e-9)
-        ends = [stretch.grads[cut - 1].output for cut in stretch._fewest([scale], 0.0)]
+        ends = [stretch.grads[cut - 1].output for cut in stretch._search.fewest([scale], 0.0)]
         plan = plan_buckets(stretch.grads, cap=1, first_cap=1, ends=frozenset(ends))
         assert step(stretch, plan, scale) <= best * (1 + 1e-9) + 1e-12
         meet = [each for each in plans if step(stretch, each, scale) <= best * (1 + 1e-13)]
