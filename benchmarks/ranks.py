@@ -129,7 +129,7 @@ class Rank:
         return built
 
     def measure(self, *, rounds: int, settle_s: float, streak: int, ideal: bool) -> Any:
-        """Samples of every mode, in turns; see Note [turns]. If asked to, what makes fxddp's ideal, too."""
+        """Samples of every mode, in turns; see Note [turns]. With `ideal`, also what fxddp's ideal is made of."""
         for run in self.runs.values():
             for _ in range(2):  # connections, buffers and congestion windows get used to the new rate
                 self._streak(run, 0.0, 1)

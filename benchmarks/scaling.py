@@ -3,7 +3,7 @@
     python -m benchmarks.scaling                 a GPT on ranks and bandwidths that are not there: table and scaling.svg
     python -m benchmarks.scaling --check         before that, predicted against measured steps on 2, 3 and 4 ranks
 
-The step is that of `passes/sizing.py`: gradients become ready as the arithmetic of the backward graph says, and a
+The step is that of `passes/step.py`: gradients become ready as the arithmetic of the backward graph says, and a
 network sends one bucket after the other, each in 2(N-1)/N · bytes / bandwidth plus the latency of N ranks: 2(N-1)
 messages one after the other for a ring, 2 log2 N for a tree, as NCCL takes where messages are small or ranks many
 (double binary trees: P. Sanders, J. Speck, J. L. Träff, "Two-tree algorithms for full bandwidth broadcast, reduction

@@ -257,10 +257,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--comm-hook", choices=list(COMM_HOOKS), help="compress; DDP does with fp16 and powersgd")
     parser.add_argument("--optimizer", action="store_true", help="include an SGD step in the timed step")
     parser.add_argument("--no-namespaces", dest="namespaces", action="store_false", help="plain loopback, unshaped")
+    parser.add_argument("--no-ideal", dest="ideal", action="store_false", help="do not measure what ÷ ideal needs")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a build or a measurement may take")
     parser.add_argument("--json", type=Path, help="also write every sample to this file")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
-    parser.set_defaults(ideal=True)
     options = parser.parse_args(arguments)
     for name in ("rounds", "bucket_mb", "timeout", "streak"):
         if getattr(options, name) <= 0:

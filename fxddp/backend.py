@@ -370,7 +370,7 @@ def backend(
 
     Args:
         bucket_mb: size of a bucket in MiB; gradients are all-reduced bucket by bucket, in the order they become ready.
-            "auto" chooses where each bucket ends from a model of the step (`passes/sizing.py`), for which the group's
+            "auto" chooses where each bucket ends from a model of the step (`passes/step.py`), for which the group's
             network and the ranks' processors are measured once, together, right before first contact.
         first_bucket_mb: size of the first bucket in MiB; a small one starts the communication early.
         process_group: the group to average over; None for the default group. Without `torch.distributed` the model

@@ -290,7 +290,10 @@ class Channel:
 
     def _break(self, message: str, cause: BaseException | None = None) -> None:
         """Gives up the channel for good: its ranks cannot know any more where the others are."""
-        self._broken = f"{message}. The ranks lost each other there: start the training again from a checkpoint"
+        self._broken = (
+            f"{message}. The ranks of this process group lost each other there, whatever model "
+            "they train: start the training again from a checkpoint, in new processes or on a new process group"
+        )
         self._notes.leave(self.step, self.launched, f"lost the others: {message}", lost=True)
         raise RanksDisagree(message) from cause
 

@@ -57,20 +57,18 @@ _busy: "weakref.WeakSet[UnderWay]" = weakref.WeakSet()
 class Late:
     """One bucket that is waited for in the next forward."""
 
-    __slots__ = ("bucket", "flat", "launched", "versions")
+    __slots__ = ("bucket", "flat", "launched", "states")
 
     def __init__(self, launched: "Launched", bucket: Bucket, flat: Tensor) -> None:
         self.launched = launched
         self.bucket = bucket
         self.flat = flat
-        self.versions = tuple(map(_compat.data_version, launched.parameters))
+        self.states = tuple(map(_state, launched.parameters))
 
-    def written(self) -> list[Tensor]:
-        """The parameters that somebody wrote to since."""
-        versions = map(_compat.data_version, self.launched.parameters)
-        return [
-            p for p, now, then in zip(self.launched.parameters, versions, self.versions, strict=True) if now != then
-        ]
+    def changed(self) -> list[Tensor]:
+        """The parameters that somebody wrote to since, or gave another dtype, device or shape."""
+        states = map(_state, self.launched.parameters)
+        return [p for p, now, then in zip(self.launched.parameters, states, self.states, strict=True) if now != then]
 
 
 class UnderWay:
@@ -188,11 +186,12 @@ class UnderWay:
     def _wait(self, late: Late) -> None:
         launched, backend = late.launched, self._backend()
         assert backend is not None and self._group is not None and self._record is not None
-        if changed := late.written():
+        if changed := late.changed():
             raise RuntimeError(
                 f'{backend.names(changed)} changed while its update was under way (overlap="next_forward"): what was '
                 "written was computed from the value of the step before, or would be updated once more. Call "
-                "backend.synchronize() before code that writes to parameters by itself"
+                "backend.synchronize() before code that writes to parameters by itself, or changes their dtype, device "
+                "or shape"
             )
         with ranges.wait(launched.index):
             self._record.wait(launched.index)
@@ -220,6 +219,10 @@ class UnderWay:
             "model, optimizer and backend anew, on a new process group, and load a checkpoint; or start all processes "
             "again from one"
         )
+
+
+def _state(parameter: Tensor) -> tuple[Any, ...]:
+    return _compat.data_version(parameter), parameter.dtype, parameter.device, parameter.shape
 
 
 def settle(tensors: Iterable[Any]) -> None:

@@ -94,11 +94,11 @@ class Network:
 
     def all_reduce(self, nbytes: Any) -> Any:
         """Seconds for a ring all-reduce of this many bytes."""
-        return self.sent(nbytes) / self.bandwidth + self.delay
+        return self.sending(nbytes) + self.delay
 
     def sending(self, nbytes: Any) -> Any:
         """Seconds that the bytes take, which is all but `delay`."""
-        return self.all_reduce(nbytes) - self.delay
+        return self.sent(nbytes) / self.bandwidth
 
     def taken(self, nbytes: Any) -> Any:
         """Seconds that this many bytes, all-reduced, take from the processor that computes."""

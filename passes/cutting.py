@@ -16,6 +16,12 @@ hide them, and the last ones small.
 While a bucket is packed its gradients are there twice, and a large one leaves the caches before it is sent. So none is
 larger than `LARGEST` bytes or this `SHARE` of all, whichever is more, except a single gradient: fewer i are allowed,
 and all of the above still holds.
+
+Note [two extremes]
+~~~~~~~~~~~~~~~~~~~
+How much is sent beside the computation depends on the plan that is looked for, and so does what that takes from it. So
+plans are looked for at two extremes: nothing is sent (r), and all that was ready is (`late`: r' of Note [one
+processor], `step.py`, in place of r).
 """
 
 import math
@@ -36,9 +42,7 @@ LARGEST, SHARE = 16 << 20, 1 / 8
 
 @dataclass(frozen=True)
 class Search:
-    """Where the buckets of a backward's gradients can end; see Note [unequal buckets].
-
-    Where a method takes `late`, all that was ready is sent beside the computation; see Note [one processor].
+    """Where the buckets of a backward's gradients can end; see Note [unequal buckets], for `late` Note [two extremes].
 
     Attributes:
         runs: the gradients.
@@ -47,7 +51,9 @@ class Search:
 
     runs: Runs
     step: Step
-    _found: dict[tuple[float, bool], tuple[list[float], list[float]]] = field(default_factory=dict, init=False)
+    _known: dict[tuple[float, bool], tuple[list[float], list[float]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def largest(self) -> float:
@@ -55,13 +61,16 @@ class Search:
         return max(LARGEST, SHARE * self.runs.memory[-1])
 
     def soonest(self, scale: float, *, late: bool = False) -> float:
-        """Seconds of the shortest possible step, in a computation that takes so many times as long as predicted."""
+        """Seconds of the shortest step, in a computation that takes so many times as long as predicted.
+
+        What sending takes from it counts if `late`, up to the last gradient.
+        """
         return max(self._earliest(scale, late=late)[1][-1], scale * self.step.total)
 
     def fewest(self, scales: Sequence[float], slack: float, *, late: bool = False) -> Cuts:
         """The fewest buckets with which, at each of these scales, the step ends at most this share later than it could.
 
-        For one scale. No buckets may do that for several: then some of them end later.
+        With one scale there always are such buckets. With several there may be none: then it ends later at some.
         """
         times, memory, alpha = self._times, self.runs.memory, self.step.network.delay
         ready, earliest = zip(*(self._earliest(scale, late=late) for scale in scales), strict=True)
@@ -81,6 +90,22 @@ class Search:
             ends = [start + times[first] for start in starts]
             found.append(first)
 
+    def buckets(self, cuts: Cuts) -> list[tuple[int, float]]:
+        """Of each bucket that ends there the place of its last gradient, ascending, and the bytes that travel.
+
+        The kind with the most bytes has an end at every cut, others where sending takes longer than an empty message.
+        """
+        network, found = self.step.network, []
+        for kind in self.runs.kinds:
+            before = 0
+            for cut in cuts:
+                nbytes = kind.sent[cut] - kind.sent[before]
+                due = kind is self.runs.kinds[0] or cut == cuts[-1]
+                if kind.last[cut] > kind.last[before] and (due or network.sending(nbytes) > network.delay):
+                    found.append((kind.last[cut], nbytes))
+                    before = cut
+        return sorted(found)
+
     @cached_property
     def _times(self) -> list[float]:
         """Seconds that the bytes before each bound take: P."""
@@ -93,14 +118,13 @@ class Search:
             return moments
         taken = map(self.step.network.taken, self.runs.sent)
         return [
-            moment + self.step.slowdown(before, moment - moments[0])
-            for moment, before in zip(moments, taken, strict=False)
+            moment + self.step.lag(before, moment - moments[0]) for moment, before in zip(moments, taken, strict=False)
         ]
 
     def _earliest(self, scale: float, *, late: bool) -> tuple[list[float], list[float]]:
         """`_moments`, and when what lies before each bound can have been sent: F."""
-        if (scale, late) in self._found:
-            return self._found[scale, late]
+        if (scale, late) in self._known:
+            return self._known[scale, late]
         moments = self._moments(scale, late=late)
         times, memory, largest, alpha = self._times, self.runs.memory, self.largest, self.step.network.delay
         earliest = [0.0]
@@ -120,5 +144,5 @@ class Search:
             if window:
                 end = min(end, earliest[window[0]] - times[window[0]])
             earliest.append(end + alpha + times[j])
-        self._found[scale, late] = moments, earliest
+        self._known[scale, late] = moments, earliest
         return moments, earliest

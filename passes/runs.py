@@ -13,20 +13,19 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
-from .cost import Network
 from .plan import GradSpec, Kind
 
-__all__ = ["Cuts", "OfKind", "Runs"]
+__all__ = ["Cuts", "Runs"]
 
 RUNS = 2048
-"""Gradients between which a bucket may end; where there are more, some are taken together."""
+"""A run has at least one part in so many of all gradients, or of their bytes: there are at most twice as many."""
 
 Cuts: TypeAlias = tuple[int, ...]
 """How many runs lie before each end of a bucket, ascending; the last is all of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class OfKind:
+class Prefixes:
     """What lies before each bound of one kind.
 
     Attributes:
@@ -52,7 +51,7 @@ class Runs:
     ready: list[float]
     memory: list[int]
     sent: list[float]
-    kinds: list[OfKind]
+    kinds: list[Prefixes]
 
     @staticmethod
     def of(grads: Sequence[GradSpec], when: Sequence[float], sent: Sequence[float]) -> "Runs":
@@ -65,7 +64,7 @@ class Runs:
                 kind = grads[k].dtype, grads[k].device
                 sizes[kind][run] += sent[k]
                 places[kind][run] = k
-        kinds = [OfKind(list(accumulate(sizes[kind])), list(accumulate(places[kind], max))) for kind in sizes]
+        kinds = [Prefixes(list(accumulate(sizes[kind])), list(accumulate(places[kind], max))) for kind in sizes]
         kinds.sort(key=lambda kind: -kind.sent[-1])
         memory = list(accumulate((grad.nbytes for grad in grads), initial=0))
         return Runs(
@@ -75,22 +74,6 @@ class Runs:
             kinds=kinds,
         )
 
-    def buckets(self, cuts: Cuts, network: Network) -> list[tuple[int, float]]:
-        """Of each bucket the place of its last gradient, ascending, and the bytes that travel.
-
-        The kind with the most bytes has an end at every cut, others where sending takes longer than an empty message.
-        """
-        found = []
-        for kind in self.kinds:
-            before = 0
-            for cut in cuts:
-                nbytes = kind.sent[cut] - kind.sent[before]
-                due = kind is self.kinds[0] or cut == cuts[-1]
-                if kind.last[cut] > kind.last[before] and (due or network.sending(nbytes) > network.delay):
-                    found.append((kind.last[cut], nbytes))
-                    before = cut
-        return sorted(found)
-
 
 def _bounds(sent: Sequence[float]) -> list[int]:
     """How many gradients lie before each bound."""
@@ -98,7 +81,7 @@ def _bounds(sent: Sequence[float]) -> list[int]:
     found, size = [0], 0.0
     for count, nbytes in enumerate(sent, 1):
         size += nbytes
-        if count - found[-1] >= most or size >= large:
+        if count - found[-1] >= most or size >= large > 0:
             found.append(count)
             size = 0.0
     return found if found[-1] == len(sent) else [*found, len(sent)]

@@ -5,7 +5,7 @@ places at which buckets may end (`runs.py`).
 
 Note [equal buckets]
 ~~~~~~~~~~~~~~~~~~~~
-Of S bytes that become ready evenly, in buckets of b bytes:
+Of S bytes that become ready evenly in T seconds, in buckets of b bytes (α and β as in `step.py`):
 
     βS > T, the network is the bottleneck: it starts after one bucket, and is busy from then on
         end(b) = T·b/S + α·S/b + βS         least at b* = S·sqrt(α/T), with sqrt(T/α) buckets
@@ -136,7 +136,7 @@ class Stretch:
         return self._step.end(self._launches(plan), scale)
 
     def price(self, plan: BucketPlan) -> float:
-        """What Note [doubt] minimises: 1 is a step of which nothing but the unavoidable is exposed."""
+        """What Note [doubt] minimises: 1 is a step that exposes only what it must, where another processor sends."""
         return self._price(self._launches(plan))
 
     def plan(self) -> BucketPlan:
@@ -157,11 +157,11 @@ class Stretch:
         found = {fewest(scales, slack, late=late) for late in extremes for scales in several for slack in SLACK}
 
         def order(cuts: Cuts) -> tuple[float, int, Cuts]:
-            buckets = self._runs.buckets(cuts, self.network)
-            return self._price([(self.when[last], nbytes) for last, nbytes in buckets]), len(cuts), cuts
+            launches = [(self.when[last], nbytes) for last, nbytes in self._search.buckets(cuts)]
+            return self._price(launches), len(cuts), cuts
 
-        best = min(map(self._trimmed, found), key=order)
-        return frozenset(self.grads[last].output for last, _ in self._runs.buckets(best, self.network))
+        best = min(set(map(self._trimmed, found)), key=order)
+        return frozenset(self.grads[last].output for last, _ in self._search.buckets(best))
 
     def _ends_around_alone(self) -> frozenset[int]:
         """The outputs of those that are alone, and of those of their kinds right before them."""
@@ -188,7 +188,7 @@ class Stretch:
 
     @cached_property
     def _step(self) -> Step:
-        return Step(self.when[0] if self.when else self.total, self.total, self.network)
+        return Step(next(iter(self.when), 0.0), self.total, self.network)
 
     @cached_property
     def _search(self) -> Search:
@@ -202,6 +202,7 @@ class Stretch:
 
     def _price(self, launches: Sequence[tuple[float, float]]) -> float:
         """`price`, for buckets that are ready at these seconds and have so many bytes to be sent."""
-        cuts = cut_of(self.network) * len(launches)
-        shares = [(self._step.end(launches, scale) + cuts) / max(self._search.soonest(scale), CUT) for scale in SCALES]
+        calls, soonest = cut_of(self.network) * len(launches), self._search.soonest
+        # A backward of nothing would have no shares: it counts as long as a cut.
+        shares = [(self._step.end(launches, scale) + calls) / max(soonest(scale), CUT) for scale in SCALES]
         return sum(shares) / len(shares)

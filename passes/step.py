@@ -7,15 +7,13 @@ time of a byte in `Network.all_reduce`). The step is over when both are done.
 Note [one processor]
 ~~~~~~~~~~~~~~~~~~~~
 On a CPU without a core to spare, what sends takes its time from what computes: c seconds for each byte, of which at
-most b are sent in a second. So of the B bytes that are ready before gradient k, from r[0] on, those that can have been
-sent delay it:
+most b are sent in a second. Of the B bytes that are sent for what is ready before gradient k, from r[0] on, those that
+can have been sent delay it:
 
     r'[k] = r[k] + min(c·B, f/(1 − f)·(r[k] − r[0])), f = min(1/2, b·c)
 
-where the half is what a fair scheduler leaves. What is left of c·S, S being all bytes, then delays what follows the
-last one. What a plan is worth (`Step.end`) counts the bytes of the buckets launched before. What searches for plans
-(`cutting.py`) does not know these yet, so it looks for those of two extremes: all that was ready is sent, r' in place
-of r, and nothing is, r.
+where the half is what a fair scheduler leaves. What is left of c·S, S being all bytes that are sent, then delays what
+follows the last one. What a plan is worth (`Step.end`) counts the bytes of the buckets launched before.
 """
 
 from collections.abc import Iterable
@@ -31,12 +29,12 @@ class Step:
     """A backward and the network that its gradients are sent on.
 
     Attributes:
-        begin: seconds of the backward until the first gradient is ready.
+        first_ready: seconds of the backward until the first gradient is.
         total: seconds of the backward.
         network: what sends them.
     """
 
-    begin: float
+    first_ready: float
     total: float
     network: Network
 
@@ -47,15 +45,15 @@ class Step:
             launches: of each bucket when it is ready, in seconds of the backward, and how many bytes travel; in order.
             scale: how many times as long computation takes as predicted.
         """
-        free, taken, delay, ready = 0.0, 0.0, 0.0, 0.0
+        free, taken, lag, ready = 0.0, 0.0, 0.0, 0.0
         for ready, nbytes in launches:
-            delay = self.slowdown(taken, scale * (ready - self.begin))
-            free = max(free, scale * ready + delay) + float(self.network.all_reduce(nbytes))
+            lag = self.lag(taken, scale * (ready - self.first_ready))
+            free = max(free, scale * ready + lag) + float(self.network.all_reduce(nbytes))
             taken += self.network.taken(nbytes)
         rest = scale * (self.total - ready)
-        return max(free, scale * ready + delay + rest + self.slowdown(taken - delay, rest))
+        return max(free, scale * ready + lag + rest + self.lag(taken - lag, rest))
 
-    def slowdown(self, taken: float, computed: float) -> float:
+    def lag(self, taken: float, computed: float) -> float:
         """Seconds by which computation ends later if sending takes so many from the processor beside it.
 
         Args:

@@ -84,6 +84,18 @@ def test_it_writes_page_trace_and_json(folder: Path, capsys: pytest.CaptureFixtu
     assert json.loads(Path("trace.json").read_text())["traceEvents"]
 
 
+@pytest.mark.parametrize("shape", ["2,8", "2x8", "2,8,"])
+def test_it_shows_what_travels_and_waits_in_the_next_forward(
+    folder: Path, capsys: pytest.CaptureFixture, shape: str
+) -> None:
+    options = ["--world-size", "8", "--comm-hook", "bf16", "--overlap", "next_forward", *FAST]
+    assert main(["explain", "little_models:Net", "--input-shape", shape, *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["codec"] == "bf16"
+    assert 2 * found["wire_bytes"] == found["nbytes"] == 4 * (8 * 64 + 64 + 64 * 4 + 4)
+    assert any(bucket["needed"] is not None for bucket in found["buckets"])
+
+
 def test_inputs_may_be_integers(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["explain", "little_models:words", "--input-shape", "4,3:int64", *FAST]) == 0
     assert "0.weight" in capsys.readouterr().out
@@ -128,6 +140,10 @@ def test_two_saved_reports_are_compared(folder: Path, capsys: pytest.CaptureFixt
         (["little_models:number", "--input-shape", "1"], 2, "gave a int"),
         (["little_models:Net"], 2, "--input-shape is needed"),
         (["little_models:Net", "--input-shape", "2,a"], 2, "is not a shape"),
+        (["little_models:Net", "--input-shape", "2,x"], 2, "is not a shape"),
+        (["little_models:Net", "--input-shape", "2,,8"], 2, "is not a shape"),
+        (["little_models:Net", "--input-shape", "2,8", "--algorithm", "tree"], 2, "algorithm must be"),
+        (["little_models:Net", "--input-shape", "2,8", "--overlap", "backward"], 2, "overlap must be"),
         (["little_models:Net", "--input-shape", "2,8:int99"], 2, "is not a dtype"),
         (["little_models:Net", "--input-shape", "2,8", "--bandwidth", "fast"], 2, "--bandwidth: bandwidth must be"),
         (["little_models:Net", "--input-shape", "2,8", "--latency", "soon"], 2, "--latency: latency must be"),

@@ -191,12 +191,9 @@ def test_a_page_holds_the_report(small: fxddp.Explanation, tmp_path: Path) -> No
 
 @in_a_browser
 def test_the_page_shows_the_numbers_of_the_object(small: fxddp.Explanation, tmp_path: Path) -> None:
-    assert small.network is not None
-    network = replace(small.network, cpu_per_call=2e-5, cpu_per_byte=1e-9)
-    elements = loaded(replace(small, network=network), tmp_path)
+    elements = loaded(small, tmp_path)
     check_numbers(small, elements)
     text = "".join(elements.found[0][2])
-    assert "sending takes 20 µs" not in text
     for parameter in small.parameters:
         if parameter.state != "bucket":
             assert parameter.name in text
@@ -211,10 +208,17 @@ def test_the_page_shows_the_numbers_of_the_object(small: fxddp.Explanation, tmp_
 def test_the_page_shows_what_auto_knows_of_the_processor(small: fxddp.Explanation, tmp_path: Path) -> None:
     assert small.network is not None
     network = replace(small.network, cpu_per_call=2e-5, cpu_per_byte=1e-9)
-    found = replace(small, network=network, settings={**small.settings, "bucket_mb": "auto"})
-    text = "".join(loaded(found, tmp_path).found[0][2])
-    expected = units.duration(1e-9 * network.sent(1 << 20))
-    assert f"sending takes 20 µs a bucket and {expected} a MiB" in text
+    auto = {**small.settings, "bucket_mb": "auto"}
+    told = f"sending takes 20 µs a bucket and {units.duration(1e-9 * network.sent(1 << 20))} a MiB"
+    for changes, shown in (
+        ({"network": network, "settings": auto}, True),
+        ({"network": network}, False),
+        ({"settings": auto}, False),
+        ({"network": replace(network, world_size=1), "settings": auto}, False),
+    ):
+        text = "".join(loaded(replace(small, **changes), tmp_path).found[0][2])
+        assert (told in text) == shown, changes
+        assert ('"auto" knows sending takes ' in text.replace("knows sending takes ${", "")) == shown, changes
 
 
 @in_a_browser

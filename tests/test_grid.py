@@ -41,6 +41,7 @@ class StandIn:
         self, model: str, network: Any, scratch: Path, *, modes: list[str], rates: dict[str, int], options: Any
     ) -> Iterator[dict[str, Any]]:
         scratch.mkdir()
+        assert not options.ideal, "the report does not show it"
         self.asked.append((modes, rates))
         for rate in rates:
             if self.failing in modes and rate == self.fails_at and len(self.asked) > self.fails_from:

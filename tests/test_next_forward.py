@@ -19,7 +19,21 @@ from torch.optim import lr_scheduler
 import fxddp
 from fxddp.group import Group
 from fxddp.passes.cost import Machine, Network, Speeds
-from tests.live.lab import SMALL, Mlp, buckets, compiled, data, error_of, expect, expect_equal, loss_of, seeded
+from tests.live.lab import (
+    SMALL,
+    Mlp,
+    average,
+    buckets,
+    compiled,
+    data,
+    error_of,
+    expect,
+    expect_equal,
+    gradients,
+    local,
+    loss_of,
+    seeded,
+)
 from tests.live.pool import Pool
 
 OVERLAP: dict[str, Any] = {"overlap": "next_forward"}
@@ -335,6 +349,32 @@ def written(rank: int, world: int, synchronizes: bool) -> None:
 @pytest.mark.parametrize("synchronizes", [False, True])
 def test_code_that_writes_to_a_weight_under_way(pool: Pool, synchronizes: bool):
     pool.run(written, synchronizes, discard=not synchronizes)
+
+
+def converted(rank: int, world: int, synchronizes: bool) -> None:
+    """A module is given another dtype, by way of `p.data`; then one on the same group is asked, and one on another."""
+    (module, _, model, backend), (reference, _, usual, _) = pairs(Deep, "aot_eager")
+    for each in (model, usual):
+        loss_of(each, 0).backward()
+    if synchronizes:
+        backend.synchronize()
+        expect_equal(weights(module.double()), weights(reference.double()), "converted afterwards")
+        return
+    module.double()
+    error = error_of(backend.synchronize, "an update of another dtype")
+    expect("layers.4.bias" in str(error) and "backend.synchronize() before code" in str(error), f"names it: {error}")
+    other, _ = compiled(seeded(rank, Mlp))
+    again = error_of(lambda: loss_of(other, 1).backward(), "the same group")
+    expect("whatever model they train" in str(again) and "a new process group" in str(again), f"says so: {again}")
+    fresh = seeded(rank, Mlp)
+    there, _ = compiled(fresh, process_group=dist.new_group())
+    loss_of(there, 1).backward()
+    expect_equal(gradients(fresh), average(local(fresh, 1)), "on a new group")
+
+
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_a_weight_under_way_that_is_converted(pool: Pool, synchronizes: bool):
+    pool.run(converted, synchronizes, discard=not synchronizes)
 
 
 def slow(rank: int, world: int) -> None:

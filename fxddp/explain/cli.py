@@ -37,6 +37,9 @@ from . import explain
 from .compare import compare, figures
 from .report import Explanation
 
+TRAVEL = ("comm_hook", "algorithm", "overlap")
+"""Arguments of `fxddp.backend` that are given as they are."""
+
 
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong."""
@@ -136,6 +139,9 @@ def _parser(*, compares: bool) -> argparse.ArgumentParser:
     parser.add_argument("--flops", type=float, help="operations per second of one rank: 1e14")
     parser.add_argument("--memory-bandwidth", help="of one rank: 2TB/s")
     parser.add_argument("--device", help="explain as if there: cuda")
+    parser.add_argument("--comm-hook", help="how gradients are compressed: fp16, bf16")
+    parser.add_argument("--algorithm", help="how they are added up: ring")
+    parser.add_argument("--overlap", help="next_forward: waits move there, as with an optimizer in the backward")
     parser.add_argument("--inner", default="inductor", help="inner compiler, which decides about decompositions")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--traceback", action="store_true", help="show where a model fails")
@@ -190,7 +196,7 @@ def _mib(text: str) -> float | str:
     raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}")
 
 
-def _report(options: argparse.Namespace, bucket_mb: float | str, *, measure: bool = False) -> Explanation:
+def _check_figures(options: argparse.Namespace) -> None:
     for name, read in (
         ("world_size", partial(whole, "world_size", least=1)),
         ("bandwidth", units.bandwidth),
@@ -204,11 +210,25 @@ def _report(options: argparse.Namespace, bucket_mb: float | str, *, measure: boo
                 read(value)
             except ValueError as error:
                 raise Wrong(f"--{name.replace('_', '-')}: {error}") from None
-    first = {} if bucket_mb == AUTO else {"first_bucket_mb": options.first_bucket_mb}
+
+
+def _settings(options: argparse.Namespace, bucket_mb: float | str, model: nn.Module) -> dict[str, Any]:
+    """The arguments of `fxddp.backend`."""
+    found: dict[str, Any] = {"bucket_mb": bucket_mb, "inner": options.inner}
+    if bucket_mb != AUTO:
+        found["first_bucket_mb"] = options.first_bucket_mb
+    found |= {name: getattr(options, name) for name in TRAVEL if getattr(options, name) is not None}
     try:
-        make_settings(bucket_mb, inner=options.inner, **first)
+        if options.overlap is not None:
+            found["optimizer"] = torch.optim.SGD(model.parameters())  # whichever: none is ever stepped
+        make_settings(**found)
     except ValueError as error:
         raise Wrong(error) from None
+    return found
+
+
+def _report(options: argparse.Namespace, bucket_mb: float | str, *, measure: bool = False) -> Explanation:
+    _check_figures(options)
     if options.device is not None:
         if measure:
             raise Wrong("--measure runs the model on the CPU: leave --device out")
@@ -221,6 +241,7 @@ def _report(options: argparse.Namespace, bucket_mb: float | str, *, measure: boo
         model, inputs, named = _model(options.target if isinstance(options.target, str) else options.target[0])
         if options.input_shape:
             inputs, named = tuple(_input(text) for text in options.input_shape), {}
+    settings = _settings(options, bucket_mb, model)
     if not inputs and not named:
         raise Wrong("--input-shape is needed: the shape of each input of the model, such as 8,3,224,224 or 8,128:int64")
     torch.compiler.reset()
@@ -235,9 +256,7 @@ def _report(options: argparse.Namespace, bucket_mb: float | str, *, measure: boo
         memory_bandwidth=options.memory_bandwidth,
         device=options.device,
         measure=measure,
-        bucket_mb=bucket_mb,
-        **first,
-        inner=options.inner,
+        **settings,
     )
 
 
@@ -298,7 +317,8 @@ def _input(text: str) -> Tensor:
     shape, _, name = text.partition(":")
     dtype = getattr(torch, name or "float32", None)
     try:
-        sizes = [int(size) for size in shape.replace("x", ",").split(",") if size]
+        separator = "," if "," in shape else "x"
+        sizes = [int(size) for size in shape.removesuffix(",").split(separator)] if shape else []
     except ValueError:
         raise Wrong(f"--input-shape: {shape!r} is not a shape such as 8,3,224,224") from None
     if not isinstance(dtype, torch.dtype):

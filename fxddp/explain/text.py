@@ -65,7 +65,8 @@ def _head(found: Explanation) -> Iterator[str]:
     yield f"{sends} {size(network.sent(found.wire_bytes))} a step (2(N-1)/N of the {what}, by a ring all-reduce)"
     if settings["bucket_mb"] == AUTO and network.cpu_per_byte:
         call, of_mib = duration(network.cpu_per_call), duration(network.taken(1 << 20))
-        yield f'"auto" knows sending takes {call} a bucket and {of_mib} a MiB from the processor; the times do not'
+        costs = f"{call} a bucket and {of_mib} a MiB from the processor"
+        yield f'"auto" knows sending takes {costs}; predicted times do not'
     link = {"bandwidth": rate(network.bandwidth), "latency": f"{duration(network.latency)} a message"}
     yield f"with {_with_origins(found, link)}; {computes}:"
     hidden = "" if found.overlap is None else f"; {share(found.overlap)} of the sending is hidden"

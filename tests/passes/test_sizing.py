@@ -17,7 +17,7 @@ from fxddp.passes.choosing import choose_plan
 from fxddp.passes.cost import Machine, Network, Speeds, Work
 from fxddp.passes.outline import GradNote, Outline
 from fxddp.passes.plan import Bucket, BucketPlan, GradSpec, check_plan
-from fxddp.passes.sizing import Stretch, equal_size
+from fxddp.passes.sizing import SCALES, SLACK, Stretch, equal_size
 from tests.strategies import grad_lists, some_grad
 
 MIB = 1 << 20
@@ -136,6 +136,56 @@ def test_its_model_is_the_network_that_sends_one_after_the_other(stretch: Stretc
     for plan in (planned(stretch), fixed(stretch, 1)):
         for scale in (0.5, 1.0):
             assert stretch.finish(plan, scale) == pytest.approx(step(stretch, plan, scale))
+
+
+@given(models(), st.sampled_from([1e-10, 1e-9, 1e-7]))
+def test_the_search_knows_what_is_delayed_where_all_that_was_ready_is_sent(stretch: Stretch, cpu: float) -> None:
+    network = replace(stretch.network, cpu_per_byte=cpu)
+    share = min(network.bandwidth * cpu, 0.5)
+    before = list(itertools.accumulate((grad.nbytes for grad in stretch.grads[:-1]), initial=0))
+    for scale in (0.5, 1.0, 2.0):
+        moments = [scale * ready for ready in stretch.when]
+        lags = [
+            min(cpu * network.sent(nbytes), share / (1 - share) * (moment - moments[0]))
+            for nbytes, moment in zip(before, moments, strict=True)
+        ]
+        when = tuple(moment + lag for moment, lag in zip(moments, lags, strict=True))
+        delayed = replace(stretch, when=when, total=scale * stretch.total)
+        search = replace(stretch, network=network)._search
+        assert search.soonest(scale) == pytest.approx(stretch._search.soonest(scale))
+        assert search.soonest(scale, late=True) == pytest.approx(delayed._search.soonest(1.0))
+
+
+def test_plans_are_looked_for_where_all_that_was_ready_is_sent() -> None:
+    """What sending takes from the processor is so much here that plans made without it are worse."""
+    network = Network(2, 1e8, 1e-5, cpu_per_call=1e-4, cpu_per_byte=3e-9)
+    better = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        grads = [some_grad(i, draw.choice([100, 10_000, 300_000])) for i in range(48)]
+        stretch = Stretch.of(grads, {i: 0.05 * (i + 1) / 48 for i in range(48)}, 0.05, network)
+        least, price = {}, stretch.price(planned(stretch))
+        for late in (False, True):
+            found = [stretch._search.fewest(scales, slack, late=late) for scales in several() for slack in SLACK]
+            ends = [frozenset(grads[cut - 1].output for cut in stretch._trimmed(cuts)) for cuts in found]
+            least[late] = min(stretch.price(plan_buckets(grads, cap=1, first_cap=1, ends=each)) for each in ends)
+        assert price <= min(least.values()) * (1 + 1e-12)
+        better += least[True] < least[False] * (1 - 1e-6)
+    assert better, "no case shows the difference"
+
+
+def several() -> tuple[tuple[float, ...], ...]:
+    return SCALES, *((scale,) for scale in SCALES)
+
+
+def test_what_travels_is_what_is_planned_for() -> None:
+    """Half of the bytes travel: as on a network twice as fast."""
+    grads = [some_grad(i, 1000 * (i % 7 + 1)) for i in range(60)]
+    when = {i: 1e-3 * (i + 1) for i in range(60)}
+    half = Stretch.of(grads, when, 0.06, Network(2, 1e6, 1e-3), sent=lambda grad: grad.nbytes / 2)
+    whole = Stretch.of(grads, when, 0.06, Network(2, 2e6, 1e-3))
+    assert half.plan() == whole.plan() != Stretch.of(grads, when, 0.06, Network(2, 1e6, 1e-3)).plan()
+    assert half.finish(half.plan()) == pytest.approx(whole.finish(whole.plan()))
 
 
 @given(grad_lists(min_size=1, max_size=40), networks, st.floats(1e-3, 1.0), st.randoms())

@@ -44,6 +44,8 @@ const sized = (settings) => {
   return `${bytes.length ? `buckets of ${between}, chosen by ` : ""}bucket_mb="auto"`;
 };
 
+const sent = (bytes) => (2 * (network.world_size - 1) * bytes) / network.world_size; // by each rank
+
 function size(bytes) {
   for (const [unit, factor] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]])
     if (bytes >= factor) return `${digits(bytes / factor, 4)} ${unit}`;
@@ -93,8 +95,7 @@ function head() {
     const exposed = step - computed;
     tiles.push(["exposed", exposed, duration(exposed), "of exposed sending", exposed > 0.05 * step ? "bad" : ""]);
     if (sending) tiles.push(["overlap", 1 - exposed / sending, percent(1 - exposed / sending), `of ${duration(sending)} of sending is hidden`]);
-    const sent = (2 * (network.world_size - 1) * travelling) / network.world_size;
-    tiles.push(["sent", sent, size(sent), "sent by each rank"]);
+    tiles.push(["sent", sent(travelling), size(sent(travelling)), "sent by each rank"]);
   }
   tiles.push(["nbytes", bytes, size(bytes), `of gradients in ${plural(buckets.length, "bucket")}`]);
   if (settings.codec) tiles.push(["wire_bytes", travelling, size(travelling), `after compression by ${settings.codec}`]);
@@ -435,10 +436,8 @@ function settings() {
   const list = Object.entries(report.settings).map(([name, value]) => [name, typeof value === "number" ? digits(value, 4) : value === null || (typeof value === "object" && !Object.keys(value).length) ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value)]);
   if (network) list.push(["network", `${digits((network.bandwidth * 8) / 1e9, 4)} Gbit/s${origin("bandwidth")}, ${duration(network.latency)} a message${origin("latency")}: ring all-reduce`]);
   list.push(["machine", `${digits(report.machine.flops / 1e12, 3)} TFLOP/s${origin("flops")}, ${digits(report.machine.memory / 1e9, 4)} GB/s of memory${origin("memory_bandwidth")}`]);
-  if (network?.cpu_per_byte && report.settings.bucket_mb === "auto") {
-    const ofMib = network.cpu_per_byte * 2 * (network.world_size - 1) / network.world_size * 2 ** 20;
-    list.push(["processor", `sending takes ${duration(network.cpu_per_call)} a bucket and ${duration(ofMib)} a MiB from it, as bucket_mb="auto" knows; the times above do not`]);
-  }
+  if (network?.cpu_per_byte && network.world_size > 1 && report.timeline.length && report.settings.bucket_mb === "auto")
+    list.push(["processor", `"auto" knows sending takes ${duration(network.cpu_per_call)} a bucket and ${duration(network.cpu_per_byte * sent(2 ** 20))} a MiB from it; predicted times do not`]);
   $("settings").append(make("dl", {}, list.flatMap(([name, value]) => [make("dt", {}, name), make("dd", { class: "mono" }, value)])));
 }
 
