@@ -2,8 +2,8 @@
 
 The work is divided by three verbs:
 
-- **plan** (``plan``, ``bucketing``, ``launching``; for "auto" ``choosing``, ``sizing``, ``cutting``, ``runs``, ``step``,
-  ``cost``): pure data and functions. Which gradients travel together, and in which order.
+- **plan** (``plan``, ``bucketing``, ``launching``; for "auto" ``choosing``, ``sizing``, ``cutting``, ``runs``,
+  ``step`` and ``cost``): pure data and functions. Which gradients travel together, and in which order.
   A plan is made of frozen dataclasses and tuples; it knows no graph node, tensor, rank or environment variable.
 - **rewrite** (the other modules here): graph in, graph out. A pass edits the graph module it is given and nothing else.
 - **run** (the ``fxddp`` package): executes what the passes emitted, and is the only caller of ``torch.distributed``.
