@@ -90,10 +90,11 @@ def test_it_shows_what_travels_and_waits_in_the_next_forward(
 ) -> None:
     options = ["--world-size", "8", "--comm-hook", "bf16", "--overlap", "next_forward", *FAST]
     assert main(["explain", "little_models:Net", "--input-shape", shape, *options, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["settings"]["codec"] == "bf16"
-    assert 2 * found["wire_bytes"] == found["nbytes"] == 4 * (8 * 64 + 64 + 64 * 4 + 4)
-    assert any(bucket["needed"] is not None for bucket in found["buckets"])
+    Path("found.json").write_text(capsys.readouterr().out)
+    found = fxddp.Explanation.load("found.json")
+    assert found.settings["codec"] == "bf16"
+    assert 2 * found.wire_bytes == found.nbytes == 4 * (8 * 64 + 64 + 64 * 4 + 4)
+    assert any(bucket.needed is not None for bucket in found.buckets)
 
 
 def test_inputs_may_be_integers(folder: Path, capsys: pytest.CaptureFixture) -> None:
