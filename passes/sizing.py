@@ -57,6 +57,9 @@ from .step import Step
 __all__ = ["Stretch", "cut_of", "equal_size"]
 
 SCALES = (0.7, 1.0, 1.4, 2.0, 2.8)
+TOGETHER = (SCALES, *((scale,) for scale in SCALES))
+"""For which of them candidates are looked for: all at once, and each."""
+
 SLACK = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Later than the earliest end of the step, as a share of it."""
 
@@ -151,10 +154,9 @@ class Stretch:
         """The outputs of the gradients that end a bucket in the best plan."""
         if not self.grads:
             return frozenset()
-        several = (SCALES, *((scale,) for scale in SCALES))
         extremes = (True, False) if self.network.cpu_per_byte else (False,)
         fewest = self._search.fewest
-        found = {fewest(scales, slack, late=late) for late in extremes for scales in several for slack in SLACK}
+        found = {fewest(scales, slack, late=late) for late in extremes for scales in TOGETHER for slack in SLACK}
 
         def order(cuts: Cuts) -> tuple[float, int, Cuts]:
             launches = [(self.when[last], nbytes) for last, nbytes in self._search.buckets(cuts)]

@@ -17,7 +17,7 @@ from fxddp.passes.choosing import choose_plan
 from fxddp.passes.cost import Machine, Network, Speeds, Work
 from fxddp.passes.outline import GradNote, Outline
 from fxddp.passes.plan import Bucket, BucketPlan, GradSpec, check_plan
-from fxddp.passes.sizing import SCALES, SLACK, Stretch, equal_size
+from fxddp.passes.sizing import SLACK, TOGETHER, Stretch, equal_size
 from tests.strategies import grad_lists, some_grad
 
 MIB = 1 << 20
@@ -166,16 +166,12 @@ def test_plans_are_looked_for_where_all_that_was_ready_is_sent() -> None:
         stretch = Stretch.of(grads, {i: 0.05 * (i + 1) / 48 for i in range(48)}, 0.05, network)
         least, price = {}, stretch.price(planned(stretch))
         for late in (False, True):
-            found = [stretch._search.fewest(scales, slack, late=late) for scales in several() for slack in SLACK]
+            found = [stretch._search.fewest(scales, slack, late=late) for scales in TOGETHER for slack in SLACK]
             ends = [frozenset(grads[cut - 1].output for cut in stretch._trimmed(cuts)) for cuts in found]
             least[late] = min(stretch.price(plan_buckets(grads, cap=1, first_cap=1, ends=each)) for each in ends)
         assert price <= min(least.values()) * (1 + 1e-12)
         better += least[True] < least[False] * (1 - 1e-6)
     assert better, "no case shows the difference"
-
-
-def several() -> tuple[tuple[float, ...], ...]:
-    return SCALES, *((scale,) for scale in SCALES)
 
 
 def test_what_travels_is_what_is_planned_for() -> None:
