@@ -6,7 +6,7 @@ travel. Where it differs the ranks exchange the events in full, once for each co
 to do (`decision.py`).
 
 With `static_graph=True` that happens in the first synchronised backward; from then on what was agreed there is all that
-may come, and nothing is exchanged.
+may come, and nothing is exchanged, but by graphs whose tables may travel in rows (`rows.py`): how many each rank has.
 """
 
 import weakref
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Proposal:
     """An event of this rank, announced; its decision is there when the other ranks announced theirs."""
 
-    __slots__ = ("_agreement", "_announced", "_decision", "_group", "event", "events")
+    __slots__ = ("_agreement", "_announced", "_decision", "_group", "event", "events", "sizes")
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Proposal:
     ) -> None:
         self.event = event
         self.events: Sequence[Event] = (event,)
+        self.sizes: Sequence[int] = ()
         self._agreement = agreement
         self._group = group
         self._announced = announced
@@ -62,6 +63,7 @@ class Proposal:
             # them in a way that starts nothing: in a new process group, or in a collective of the user's.
             self._group.settle_all()
             self._decision = self._agreement.conclude(self, self._announced.records(), self._group)
+            self.sizes = self._announced.sizes
             self._announced = None
         return self._decision
 
@@ -77,7 +79,13 @@ class Agreement:
         self._closed = False
 
     def announce(
-        self, event: Event, group: "Group", *, carried: bool = False, cast: Callable[[], bytes] | None = None
+        self,
+        event: Event,
+        group: "Group",
+        *,
+        carried: bool = False,
+        cast: Callable[[], bytes] | None = None,
+        size: int = 0,
     ) -> Proposal:
         """Announces what this rank does next.
 
@@ -86,6 +94,7 @@ class Agreement:
             group: the ranks.
             carried: some of it was left over from `no_sync`, so that it is no news in a static graph.
             cast: called on rank 0 for bytes that go out with it; the others get them from `Proposal.receive`.
+            size: a number that may be another one on each rank; all get them as `Proposal.sizes`.
 
         Raises:
             RanksDisagree: the ranks lost each other earlier.
@@ -110,10 +119,10 @@ class Agreement:
                 return Proposal(self, event, group, None, event.alone)
             if known is None:
                 self._refuse_news(event)
-            else:
+            elif not event.tables:
                 return Proposal(self, event, group, None, self._next(event.record, known[1]))
         group.confirm()
-        return Proposal(self, event, group, group.channel.announce(event.record, self._describe(event), cast))
+        return Proposal(self, event, group, group.channel.announce(event.record, self._describe(event), cast, size))
 
     def _next(self, record: Record, decisions: list[Decision]) -> Decision:
         """What was decided at this turn of the first iteration; a step may come several times in one."""
@@ -138,7 +147,8 @@ class Agreement:
                 group.remember(key, known)
             decision = known
         backend = self._backend()
-        if backend is not None and backend.settings.static_graph and event.kind in (GRAPH, *ENDS):
+        promised = backend is not None and backend.settings.static_graph and not self._closed
+        if promised and event.kind in (GRAPH, *ENDS):
             self._static.setdefault(event.bare.record, (event.bare, []))[1].append(decision)
         return decision
 

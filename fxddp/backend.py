@@ -146,6 +146,11 @@ class Backend:
             return speeds_of(self, group, first)
         return assumed("cpu" if first is None else first.device.type, 1 if group is None else group.size)
 
+    @property
+    def sends_rows(self) -> bool:
+        """Whether tables may travel in rows."""
+        return self.settings.sends_rows and self.registered.carrier.takes_rows
+
     def is_ignored(self, tensor: Any) -> bool:
         """Whether a tensor is to be left alone, neither sent nor averaged."""
         return False

@@ -33,6 +33,7 @@ from .notes import reason
 from .packing import empty_bucket, sparse_gradient
 from .passes.plan import Bucket
 from .rounds import Travelling
+from .rows import Rows
 from .stats import BackwardRecord
 from .watchers import hook
 
@@ -149,6 +150,7 @@ class Backward:
         kept: Sequence[int] | None,
         views: list[Tensor] | None,
         wire: Tensor | None = None,
+        rows: Rows | None = None,
         *,
         idle: AbstractSet[int] = frozenset(),
         is_last: bool,
@@ -162,6 +164,7 @@ class Backward:
             kept: positions of those that get theirs from here; None for all.
             views: of all gradients in it; None if they are only made later.
             wire: the bucket in the dtype in which it is to travel, if it was cast already.
+            rows: of tables in it that travel in place of these; the same ones on all ranks.
             idle: ids of the parameters that no rank takes a gradient of from here; the same ones on all ranks.
             is_last: whether no bucket of this graph, or of this end, follows.
             outside: no graph packed it.
@@ -174,16 +177,25 @@ class Backward:
             launched = Launched(members, views, outside=outside)
         if flat.numel():
             sending = self.backend.outbox.to(self.group)
-            launched.work = sending.start(flat, members, record.travels, wire=wire, idle=idle, is_last=is_last)
+            launched.work = sending.start(
+                flat, members, record.travels, wire=wire, rows=rows, idle=idle, is_last=is_last
+            )
             launched.index = record.launch_outside() if outside else record.launch(flat.nbytes, launched.work)
         self.launched.append(launched)
         return launched
 
     def launch_later(
-        self, bucket: Bucket, flat: Tensor, parameters: Sequence[Tensor], wire: Tensor | None, *, is_last: bool
+        self,
+        bucket: Bucket,
+        flat: Tensor,
+        parameters: Sequence[Tensor],
+        wire: Tensor | None,
+        rows: Rows | None,
+        *,
+        is_last: bool,
     ) -> None:
         """`launch` for a bucket whose views all go the usual way: they are only made when they are needed."""
-        self.lazy.append((self.launch(flat, parameters, None, None, wire, is_last=is_last), bucket, flat))
+        self.lazy.append((self.launch(flat, parameters, None, None, wire, rows, is_last=is_last), bucket, flat))
 
     def can_launch_inside(self, way: "Way | None") -> bool:
         """Whether collectives that a graph holds are those that would be launched; makes their groups."""

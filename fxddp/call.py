@@ -97,7 +97,8 @@ class Binding:
             self._events.clear()
             self._events_of = call.group
         plan = program.plan
-        key = (id(plan), *map(frozenset, (exceptions.dropped, exceptions.local, exceptions.reduced)))
+        in_rows = call.backend.sends_rows
+        key = (id(plan), in_rows, *map(frozenset, (exceptions.dropped, exceptions.local, exceptions.reduced)))
         if key not in self._events:
             number, owner = call.backend.replica.number, call.backend.replica.owner(call.group)
             buckets = tuple(tuple(map(number, members)) for members in self.by_bucket(plan, call.parameters))
@@ -107,7 +108,8 @@ class Binding:
                 tuple(sorted(buckets[index][i] for index, i in wheres))
                 for wheres in (exceptions.dropped, exceptions.local, exceptions.reduced)
             )
-            event = Event(GRAPH, buckets, unused, hooked, waiting, details, owner, order=program.order)
+            tables = tuple(buckets[table.bucket][table.position] for table in program.tables) if in_rows else ()
+            event = Event(GRAPH, buckets, unused, hooked, waiting, details, owner, order=program.order, tables=tables)
             self._events[key] = (plan, event)
         return self._events[key][1]
 

@@ -13,6 +13,9 @@ from .rounds import Round, Rounds
 def cast(parcel: Parcel, wire: torch.dtype) -> Rounds:
     """The bucket in a narrower dtype; the ranks' values are added in it."""
     small = parcel.flat.to(wire) if parcel.wire is None else parcel.wire
+    if parcel.rows is not None:
+        yield from parcel.exchange(small, parcel.rows)
+        return
     yield Round([parcel.all_reduce(small)])
     parcel.flat.copy_(small)
 
@@ -28,6 +31,7 @@ class Cast(Codec):
             and 8 bits of precision.
     """
 
+    takes_rows = True
     DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # noqa: RUF012 (never written)
 
     def __init__(self, name: str) -> None:

@@ -127,6 +127,7 @@ class CommHook:
 
     divides = True
     in_graphs = False
+    takes_rows = False
 
     def __init__(self, state: object, hook: Callable[..., Any]) -> None:
         if not callable(hook):

@@ -20,6 +20,7 @@ from .channel import Failed
 from .parcel import Parcel
 from .remembered import ERROR, Memory, Session
 from .rounds import Rounds, Travelling
+from .rows import Rows
 
 if TYPE_CHECKING:
     from .sending import Sending
@@ -35,6 +36,7 @@ class Codec(ABC):
     """
 
     divides = False
+    takes_rows = False
     wire: torch.dtype | None = None
     steps: str = ""
 
@@ -67,6 +69,7 @@ class Codec(ABC):
         travels: Callable[[int], None],
         *,
         wire: Tensor | None,
+        rows: Rows | None,
         idle: AbstractSet[int],
         is_last: bool,
     ) -> Travelling:
@@ -79,7 +82,7 @@ class Codec(ABC):
         if sending.session is None:
             sending.session = Session(self.memory, sending.name)
         sending.group.settle()
-        parcel = Parcel(flat, members, sending, travels, wire=wire, idle=idle)
+        parcel = Parcel(flat, members, sending, travels, wire=wire, rows=rows, idle=idle)
         return Travelling(self.rounds(parcel), sending.group, failed)
 
     @property

@@ -16,7 +16,9 @@ from .cast import Cast
 from .compression import Codec
 from .group import GroupReference
 from .int8 import Int8
-from .passes.plan import Bucket
+from .passes.compress import narrows
+from .passes.plan import Bucket, GradSpec
+from .passes.tables import traffic
 from .powersgd import PowerSGD
 from .transport import ALGORITHMS
 
@@ -79,11 +81,33 @@ class Settings:
         """The dtype to which compiled code casts wider buckets, or None."""
         return None if self.codec is None else self.codec.wire
 
+    @property
+    def sends_rows(self) -> bool:
+        """Whether tables may travel in rows; what sends buckets in another way than by an all-reduce sends all of them.
+
+        So does a graph with its collectives inside, as it must do the same for all numbers of rows.
+        """
+        codec_takes = self.codec is None or self.codec.takes_rows
+        return self.algorithm == "all_reduce" and self.split and self.comm_hook is None and codec_takes
+
+    def row_bytes(self, grad: GradSpec, world_size: int) -> int | None:
+        """Bytes that travel for a gradient as `wire_bytes` counts them, if it travels in rows."""
+        if grad.rows is None or not self.sends_rows or world_size < 2:
+            return None
+        return traffic(grad.rows, grad, world_size, self.wire_dtype(grad).itemsize)
+
+    def wire_dtype(self, values: GradSpec | Bucket) -> torch.dtype:
+        """The dtype in which a gradient or a bucket travels, if compiled code casts it."""
+        return self.wire if self.wire is not None and narrows(values.dtype, self.wire) else values.dtype
+
     def wire_bytes(self, bucket: Bucket, world_size: int) -> int:
         """Bytes that travel for a bucket, of which each rank sends 2(N-1)/N by a ring."""
+        in_rows = [self.row_bytes(grad, world_size) for grad in bucket.grads]
+        whole = [grad for grad, rows in zip(bucket.grads, in_rows, strict=True) if rows is None]
+        nbytes = sum(rows for rows in in_rows if rows is not None)
         if self.codec is None:
-            return bucket.nbytes
-        return self.codec.nbytes([grad.shape for grad in bucket.grads], bucket.dtype, world_size)
+            return nbytes + sum(grad.nbytes for grad in whole)
+        return nbytes + self.codec.nbytes([grad.shape for grad in whole], bucket.dtype, world_size)
 
 
 def make_settings(

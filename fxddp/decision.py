@@ -20,7 +20,7 @@ a graph break or a recompile limit on one rank only changes how gradients are gr
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import chain
 from typing import Any
@@ -59,6 +59,7 @@ class Event:
         cast: rank 0's bytes go out with its record.
         order: the buckets as they are launched, if that is another order than theirs.
         nbytes: of the buffers it concerns.
+        tables: parameters of which rows of the gradient may travel.
     """
 
     kind: str
@@ -71,6 +72,7 @@ class Event:
     cast: bool = False
     order: tuple[int, ...] = ()
     nbytes: int = 0
+    tables: tuple[int, ...] = ()
 
     @cached_property
     def members(self) -> tuple[int, ...]:
@@ -82,7 +84,8 @@ class Event:
         """Six integers that are equal where events are."""
         layout = chain.from_iterable((*bucket, -1) for bucket in self.buckets)
         sets = (self.members, layout, self.unused, self.hooked)
-        details = repr((self.details, self.owner, self.waiting, self.cast, self.order, self.nbytes)).encode()
+        rest = (self.details, self.owner, self.waiting, self.cast, self.order, self.nbytes, self.tables)
+        details = repr(rest).encode()
         return (KINDS.index(self.kind), *(_digest(array("q", numbers).tobytes()) for numbers in sets), _digest(details))
 
     @cached_property
@@ -99,20 +102,20 @@ class Event:
     def alone(self) -> "Decision":
         """What is done where all ranks are at this event."""
         compare = self.kind in ENDS and bool(self.details)
-        return Decision(self.buckets, frozenset(self.unused), compare=compare, order=self.order)
+        return Decision(
+            self.buckets, frozenset(self.unused), compare=compare, order=self.order, in_rows=bool(self.tables)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The event in JSON's types."""
-        fields = ("kind", "buckets", "unused", "hooked", "waiting", "details", "owner", "cast", "order", "nbytes")
-        return {name: getattr(self, name) for name in fields}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Event":
         """The reverse of `to_json`."""
         buckets = tuple(map(tuple, data["buckets"]))
-        unused, hooked, waiting = (tuple(data[name]) for name in ("unused", "hooked", "waiting"))
-        details, owner, cast, order = data["details"], data["owner"], data["cast"], tuple(data["order"])
-        return Event(data["kind"], buckets, unused, hooked, waiting, details, owner, cast, order, data["nbytes"])
+        numbers = {name: tuple(data[name]) for name in ("unused", "hooked", "waiting", "order", "tables")}
+        return Event(**{**data, **numbers, "buckets": buckets})
 
 
 @cache
@@ -139,6 +142,7 @@ class Decision:
         root: the last rank that has inputs, whose buffers the others get, as under stock DDP; None for all.
         compare: some rank computed with tensors that were never compared with the others'.
         step: for ranks without inputs, what the first of the others does; its end only if it is that of all.
+        in_rows: tables may travel in rows: all ranks are at the same graph.
     """
 
     buckets: Layout = ()
@@ -150,6 +154,7 @@ class Decision:
     compare: bool = False
     step: Event | None = None
     order: tuple[int, ...] = ()
+    in_rows: bool = False
 
 
 class Different(Exception):

@@ -17,7 +17,7 @@ A gradient goes back through autograd instead
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, starmap
@@ -126,12 +126,12 @@ def run_pieces(
     artifact: "SplitBackward",
     inputs: list[Any],
     scale: float,
-    on_bucket: Callable[[Bucket, Tensor, Tensor | None], None],
+    on_bucket: Callable[[Bucket, Tensor, Tensor | None, Sequence[Tensor]], None],
     on_piece: Callable[[], int] | None = None,
 ) -> list[Any]:
     """Runs the pieces in order and hands each packed bucket to `on_bucket` as soon as it is there.
 
-    With it comes the same bucket in the dtype in which it is to travel, or None.
+    With it comes the same bucket in the dtype in which it is to travel, or None, and what the slots of its tables hold.
 
     Returns:
         The backward's outputs, None in place of planned gradients.
@@ -141,7 +141,7 @@ def run_pieces(
     values: list[Any] = [*inputs, *scale_tensors(program, scale)]
     inputs.clear()
     values += [None] * (program.slots - len(values))
-    buckets = program.plan.buckets
+    buckets, tables = program.plan.buckets, program.tables_in
     for k, (piece, step) in enumerate(zip(pieces, program.steps, strict=True)):
         number = k if on_piece is None else on_piece()
         arguments = [values[slot] for slot in step.inputs]
@@ -155,7 +155,8 @@ def run_pieces(
             values[step.flat] = None
             if step.wire >= 0:
                 values[step.wire] = None
-            on_bucket(buckets[step.bucket], flat, wire)
+            indices = [values[slot] for table in tables.get(step.bucket, ()) for slot in table.slots]
+            on_bucket(buckets[step.bucket], flat, wire, indices)
             del flat, wire
     outputs: list[Any] = [None] * len(program.outputs)
     for position, slot in program.results:
@@ -175,7 +176,7 @@ class _Flats:
         self._flats: list[Tensor | None] = [None] * len(program.plan.buckets)
         self._buckets = program.plan.buckets
 
-    def keep(self, bucket: Bucket, flat: Tensor, _: Tensor | None) -> None:
+    def keep(self, bucket: Bucket, flat: Tensor, _wire: Tensor | None, _indices: Sequence[Tensor]) -> None:
         self._flats[bucket.index] = flat
 
     def view(self, where: tuple[int, int]) -> Tensor:

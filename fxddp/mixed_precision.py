@@ -61,6 +61,7 @@ class ReducedPrecision:
 
     divides = True
     in_graphs = False
+    takes_rows = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.name = f"the average in {dtype}"

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import _compat
 from .packing import places_in
 from .rounds import Round, Rounds
+from .rows import Rows
 
 if TYPE_CHECKING:
     from .sending import Sending
@@ -23,6 +24,7 @@ class Parcel:
         flat: the local gradients one after the other, divided already; the sum over all ranks is to replace them.
         members: the parameters.
         wire: the bucket in the dtype in which compiled code cast it for travelling, or None.
+        rows: of tables in it, which travel in place of these, or None.
         idle: positions of parameters whose gradient nobody takes from here: their state is left alone.
         group: the ranks.
     """
@@ -35,6 +37,7 @@ class Parcel:
         travels: Callable[[int], None],
         *,
         wire: Tensor | None,
+        rows: Rows | None,
         idle: AbstractSet[int],
     ) -> None:
         """Makes one, of what `Carrier.start` is told of the next bucket; `idle` are ids here."""
@@ -43,8 +46,10 @@ class Parcel:
         self.members = members
         self.group = sending.group
         self.wire = wire
+        self.rows = rows
         self.idle = {i for i, p in enumerate(members) if id(p) in idle} if idle else set()
         self._session = sending.session
+        self._sending = sending
         self._start = partial(sending.transport.start, index=sending.count, counts=False)
         self._travels = travels
 
@@ -100,6 +105,11 @@ class Parcel:
         self._travels(tensor.nbytes)
         return self._start(tensor)
 
+    def exchange(self, small: Tensor, rows: Rows) -> Rounds:
+        """Sums the bucket over the ranks by what of it travels: in another dtype, and of tables the rows."""
+        self._travels(rows.nbytes(small, self.group.size))
+        return rows.rounds(self.flat, self._sending, None if small is self.flat else small)
+
     def all_to_all(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Starts sending each rank its part of a tensor, as the first half of an all-reduce does; counts with `gather`.
 
@@ -122,6 +132,9 @@ class Parcel:
 
 def plain(parcel: Parcel) -> Rounds:
     """The bucket as it is."""
+    if parcel.rows is not None:
+        yield from parcel.exchange(parcel.flat, parcel.rows)
+        return
     yield Round([parcel.all_reduce(parcel.flat)])
 
 

@@ -20,6 +20,7 @@ from .executor import Exceptions, bucket_views, run_pieces, scale_tensors
 from .packing import Assembly
 from .passes.plan import Bucket
 from .refill import refill
+from .rows import Rows
 
 if TYPE_CHECKING:
     from .artifact import SplitBackward
@@ -77,7 +78,7 @@ class LocalRun(NodeRun):
         self.backward.backend.watch.keep_pending(p for members in self.by_bucket for p in members)
         return self.hand_back(values)
 
-    def _on_bucket(self, bucket: Bucket, flat: Tensor, _: Tensor | None) -> None:
+    def _on_bucket(self, bucket: Bucket, flat: Tensor, _wire: Tensor | None, _indices: Sequence[Tensor]) -> None:
         back = self.exceptions.local | self.exceptions.reduced
         members = self.by_bucket[bucket.index]
         for i, (parameter, view) in enumerate(zip(members, bucket_views(bucket, flat), strict=True)):
@@ -100,12 +101,13 @@ class Reduction(NodeRun):
         self._assembly: Assembly | None = None
         self._held: dict[int, Callable[..., object]] = {}
         self._to_autograd: list[tuple[Where, Tensor, Tensor, Launched]] = []
-        if self._plan.buckets and not backward.deferring:
-            event = call.binding.event(call, artifact.program, exceptions)
-            self._proposal = backward.backend.agreement.announce(event, call.group)
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Runs the pieces and launches; returns the backward's outputs."""
+        if self._plan.buckets and not self.backward.deferring:
+            event = self.call.binding.event(self.call, self.artifact.program, self.exceptions)
+            size = self._rows_here(inputs) if event.tables else 0
+            self._proposal = self.backward.backend.agreement.announce(event, self.call.group, size=size)
         if self.backward.backend.joining:
             self._decide()
         if self._can_run_whole():
@@ -152,15 +154,37 @@ class Reduction(NodeRun):
             here = {id(p) for bucket in self.by_bucket for p in bucket}
             self._assembly = Assembly(members, here, unused)
 
-    def _on_bucket(self, bucket: Bucket, flat: Tensor, wire: Tensor | None) -> None:
+    def _rows_here(self, inputs: Sequence[Any]) -> int:
+        """How many rows the table with the most has on this rank; -1 if something is to be added to one."""
+        tables = self.artifact.program.tables_in
+        accumulated = self.backward.holdings.have_accumulated
+        if not self.exceptions.none or any(accumulated(self.by_bucket[index]) for index in tables):
+            return -1
+        return max(table.count(inputs) for each in tables.values() for table in each)
+
+    def _rows(self, bucket: Bucket, indices: Sequence[Tensor]) -> Rows | None:
+        """What of a bucket travels in rows; all ranks find the same."""
+        if not indices or not self._decide().in_rows:
+            return None
+        assert self._proposal is not None
+        counts = self._proposal.sizes
+        if min(counts, default=-1) < 0:
+            return None
+        backend = self.backward.backend
+        tables = self.artifact.program.tables_in[bucket.index]
+        return Rows.of(bucket, tables, indices, counts, backend.settings.wire_dtype(bucket).itemsize)
+
+    def _on_bucket(self, bucket: Bucket, flat: Tensor, wire: Tensor | None, indices: Sequence[Tensor]) -> None:
         decision = self._decide()
         members = self.by_bucket[bucket.index]
         exceptions = self.exceptions
         if exceptions.none and not decision.defer and self._assembly is None:
+            rows = self._rows(bucket, indices)
             start = self._refill(bucket, flat, members)
             if start is None:
                 folded = self._fold(bucket, flat, members)
-                start = partial(self.backward.launch_later, bucket, flat, members, None if folded else wire)
+                assert rows is None or not folded, f"what bucket {bucket.index} accumulated is in none of its rows"
+                start = partial(self.backward.launch_later, bucket, flat, members, None if folded else wire, rows)
             self._start(bucket, start)
             return
         wheres = [(bucket.index, i) for i in range(len(members))]

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from .rounds import Travelling
+from .rows import Rows, failed
 from .transport import Transport, make_transport
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ class Carrier(Protocol):
     def in_graphs(self) -> bool:
         """Whether a graph with its collectives inside does all that is to be done with a bucket."""
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it sends tables in rows."""
+
     def start(
         self,
         flat: Tensor,
@@ -49,6 +55,7 @@ class Carrier(Protocol):
         travels: Callable[[int], None],
         *,
         wire: Tensor | None,
+        rows: Rows | None,
         idle: AbstractSet[int],
         is_last: bool,
     ) -> Any:
@@ -60,6 +67,7 @@ class Carrier(Protocol):
             sending: where it is the next bucket.
             travels: to be told the bytes that each collective carries.
             wire: the bucket in the dtype in which compiled code cast it for travelling, or None.
+            rows: of tables in it, which travel in place of these; None if there are none, and if not `takes_rows`.
             idle: ids of parameters whose gradient nobody takes from here; the same ones on all ranks.
             is_last: whether no bucket of this graph, or of this end of a backward, follows.
 
@@ -74,12 +82,23 @@ class Summed:
     name = None
     divides = False
     in_graphs = True
+    takes_rows = True
 
     def start(
-        self, flat: Tensor, members: Sequence[Tensor], sending: "Sending", travels: Callable[[int], None], **_: Any
+        self,
+        flat: Tensor,
+        members: Sequence[Tensor],
+        sending: "Sending",
+        travels: Callable[[int], None],
+        *,
+        rows: Rows | None,
+        **_: Any,
     ) -> Any:
         """As `Carrier.start`."""
         sending.group.settle()
+        if rows is not None:
+            travels(rows.nbytes(flat, sending.group.size))
+            return Travelling(rows.rounds(flat, sending), sending.group, failed)
         travels(flat.nbytes)
         return sending.transport.start(flat, sending.count)
 
@@ -120,11 +139,12 @@ class Sending:
         travels: Callable[[int], None],
         *,
         wire: Tensor | None = None,
+        rows: Rows | None = None,
         idle: AbstractSet[int] = NOBODY,
         is_last: bool,
     ) -> Any:
         """Starts averaging the next bucket; see `Carrier.start`."""
-        work = self._carrier.start(flat, members, self, travels, wire=wire, idle=idle, is_last=is_last)
+        work = self._carrier.start(flat, members, self, travels, wire=wire, rows=rows, idle=idle, is_last=is_last)
         self.count += 1
         return work
 

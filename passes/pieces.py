@@ -42,7 +42,7 @@ def cut(
         gm: the whole graph; left as it is.
         pieces: the nodes of each, in an order in which they can run.
         returned: values that are read when all pieces have run.
-        handed: by piece, values that are taken right after it, and read by none.
+        handed: by piece, values that are taken right after it.
         left_out: nodes of pieces that only stand for what is done after them.
 
     Returns:
@@ -56,6 +56,9 @@ def cut(
     for k, inputs in enumerate(wanted):
         for node in inputs:
             last_use[node] = max(last_use.get(node, -1), k)
+    for k, taken in (handed or {}).items():
+        for node in taken:
+            last_use[node] = max(last_use.get(node, -1), k)
     left_out = set(left_out)
     slot: dict[fx.Node, int] = {node: i for i, node in enumerate(placeholders)}
     slots, modules = [], []
@@ -63,7 +66,7 @@ def cut(
         taken = (handed or {}).get(k, ())
         body = [node for node in nodes if node not in left_out]
         outputs = [node for node in body if last_use.get(node, k) > k]
-        outputs += [node for node in taken if node not in outputs]
+        outputs += [node for node in taken if node not in outputs and where.get(node) == k]
         for node in outputs:
             slot.setdefault(node, len(slot))
         unread = [node for node in placeholders if node not in last_use] if k == 0 else []

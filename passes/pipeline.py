@@ -20,6 +20,7 @@ from .plan import BucketPlan, GradSpec
 from .schedule import schedule
 from .split import Program, bind_symbols, split
 from .stages import Way, take_stages
+from .tables import find_tables, with_rows
 from .verify import snapshot, verify, verify_program
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ def rewrite_backward(
     start = time.perf_counter()
     before = snapshot(gm)
     grads = find_gradients(gm, parameters=parameters, forward_outputs=forward_outputs)
+    tables = find_tables(gm, grads)
+    grads = with_rows(grads, tables)
     told = outline(gm, grads)
     plan = plan_buckets(grads, cap=cap, first_cap=first_cap, caps=caps) if choose is None else choose(grads, told)
     record("plan", start)
@@ -123,7 +126,7 @@ def rewrite_backward(
         verify(gm, plan=plan, before=before, way=so_far, wire=wire if "compress" in done else None)
         record(name, start)
     start = time.perf_counter()
-    program, pieces = split(gm, plan=plan)
+    program, pieces = split(gm, plan=plan, tables=tables)
     told = with_pieces(told, pieces)
     if launch is not None and not any(step.collectives for step in program.steps):  # the model's own keep their place
         program = replace(program, launches=launch(plan, told))

@@ -36,6 +36,7 @@ class GradSpec:
     dtype: torch.dtype
     device: torch.device
     tangents: frozenset[int]  # which tangents (indices among the backward's tangent inputs) it depends on
+    rows: int | None = None  # how many rows are added up to it, if it is a table of zeros otherwise (`tables.py`)
 
     @property
     def numel(self) -> int:

@@ -11,6 +11,7 @@ slots 0 … n-1 are the backward's own inputs.
 """
 
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -24,6 +25,7 @@ from .compress import packed_bucket
 from .gradients import graph_outputs
 from .pieces import SIZE, Slots, cut, symbol_of, symbols_of
 from .plan import BucketPlan
+from .tables import Table, tables_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Program:
         outputs: for each output of the backward a slot, None, or the gradient's (bucket, position).
         plan: the buckets.
         launches: by bucket, those to launch once it is packed; () for each by itself, in order.
+        tables: gradients of which rows may travel.
     """
 
     inputs: int
@@ -64,6 +67,7 @@ class Program:
     outputs: tuple[int | tuple[int, int] | None, ...]
     plan: BucketPlan
     launches: tuple[tuple[int, ...], ...] = ()
+    tables: tuple[Table, ...] = ()
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -72,17 +76,28 @@ class Program:
         return () if order == tuple(range(len(order))) else order
 
     @cached_property
+    def tables_in(self) -> dict[int, tuple[Table, ...]]:
+        """The tables by their bucket."""
+        found: dict[int, tuple[Table, ...]] = {}
+        for table in self.tables:
+            found[table.bucket] = (*found.get(table.bucket, ()), table)
+        return found
+
+    @cached_property
     def results(self) -> tuple[tuple[int, int], ...]:
         """The outputs that are no gradients of the plan: position and slot."""
         return tuple((i, ref) for i, ref in enumerate(self.outputs) if isinstance(ref, int))
 
 
-def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.GraphModule, ...]]:
+def split(
+    gm: fx.GraphModule, *, plan: BucketPlan, tables: Mapping[int, Sequence[fx.Node]] | None = None
+) -> tuple[Program, tuple[fx.GraphModule, ...]]:
     """Cuts `gm` after each packed bucket.
 
     Args:
         gm: a backward graph after `insert_allreduce` and `schedule`; left as it is.
         plan: the buckets it was rewritten for.
+        tables: by output, what gives the indices of the rows of gradients of which those may travel.
 
     Returns:
         The program and its pieces. A graph without buckets gives one piece.
@@ -95,6 +110,9 @@ def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.Gr
     sends = [next((node for node in nodes if is_send(node)), None) for nodes in pieces]
     packed = [(None, None) if send is None else packed_bucket(send) for send in sends]
     handed = {k: [node for node in pair if isinstance(node, fx.Node)] for k, pair in enumerate(packed)}
+    for k, send in enumerate(sends):
+        bucket = () if send is None or not tables else plan.buckets[send.meta[BUCKET_META]].grads
+        handed[k] += dict.fromkeys(node for grad in bucket for node in (tables or {}).get(grad.output, ()))
     left_out = [node for node in chain.from_iterable(pieces) if is_send(node) or STAGE_META in node.meta]
     slots, slot, modules = cut(gm, pieces, returned=kept, handed=handed, left_out=left_out)
     steps = [
@@ -118,6 +136,7 @@ def split(gm: fx.GraphModule, *, plan: BucketPlan) -> tuple[Program, tuple[fx.Gr
             value.meta.get(GRADIENT_META, slot.get(value)) if isinstance(value, fx.Node) else None for value in results
         ),
         plan=plan,
+        tables=tables_of(plan, tables or {}, slot),
     )
     return program, tuple(modules)
 

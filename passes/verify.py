@@ -155,6 +155,7 @@ def verify_program(program: Program, *, outputs: int) -> None:
         assert filled.issuperset(step.inputs), f"piece {k} reads empty slots {set(step.inputs) - filled}"
         filled |= set(step.outputs)
         launched_from = {step.flat, step.wire} - {-1} if step.bucket is not None else set()
+        launched_from.update(slot for table in program.tables if table.bucket == step.bucket for slot in table.slots)
         assert filled.issuperset(launched_from), f"bucket {step.bucket} is launched from an empty slot"
         filled -= set(step.dead)
     for output in program.outputs:

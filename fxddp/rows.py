@@ -1,0 +1,167 @@
+"""Buckets with tables of which only rows travel: each rank's rows go to all ranks, and are added up there.
+
+    bucket     [ gradients │ table │ gradients ]
+    travel       all-reduce  rows    all-reduce         a message of a rank: for each table indices, then rows
+                             all-gather
+
+Which gradients are tables, and where their rows are, the compiler knows (`passes/tables.py`); here they are dense, as
+they were packed. How many rows each rank has stands in the record with which it announces its graph (`channel.py`), or
+that it cannot send rows: its gradients have something accumulated to be added. So all ranks draw the same conclusion
+for every table, where no other way is less to send.
+
+Note [which rows]: a message is as long as that of the rank with the most rows, and names a row as often as the model
+read it. All values come out of the table where they are added up already, so a row that is named twice is the same row,
+and one that is named without need, to fill a message, does no harm.
+
+Every rank adds the others' rows, and its own, in the order of ranks: sums are the same everywhere, and for two ranks
+bit by bit those of an all-reduce.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import _compat
+from .channel import Failed
+from .passes.plan import Bucket
+from .passes.tables import INDEX, Table, traffic
+from .rounds import Round, Rounds
+
+if TYPE_CHECKING:
+    from .sending import Sending
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """A table in a bucket, and the rows of it that are not zero.
+
+    Attributes:
+        start: its first element in the bucket.
+        entries, width: its shape: rows, and elements in each.
+        indices: where the rows are that this rank sends; int64, flat.
+    """
+
+    start: int
+    entries: int
+    width: int
+    indices: Tensor
+
+    @property
+    def end(self) -> int:
+        """The element after its last one."""
+        return self.start + self.entries * self.width
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The table in a bucket, or in a copy of that in another dtype."""
+        return flat[self.start : self.end].view(self.entries, self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What travels of a bucket in rows.
+
+    Attributes:
+        tables: in the order of the bucket.
+        count: rows that each rank sends of each, some of them for nothing.
+    """
+
+    tables: tuple[TableRows, ...]
+    count: int
+
+    @staticmethod
+    def of(
+        bucket: Bucket, tables: Sequence[Table], values: Sequence[Tensor], counts: Sequence[int], itemsize: int
+    ) -> "Rows | None":
+        """Those of a packed bucket; None where no table is less to send in rows.
+
+        Args:
+            bucket: as planned.
+            tables: in it.
+            values: what the slots of the tables hold, table by table.
+            counts: by rank, how many rows the table with the most has.
+            itemsize: bytes of an element that travels.
+        """
+        given, count = iter(values), max(counts)
+        found = []
+        for table in tables:
+            grad = bucket.grads[table.position]
+            indices = [next(given) for _ in table.slots]
+            if traffic(count, grad, len(counts), itemsize) is None:
+                continue
+            entries = grad.shape[0]
+            # Negative indices count from the end; what a mask keeps out of the table may be anything.
+            flat = torch.cat([each.reshape(-1).to(torch.int64) for each in indices]).remainder_(entries)
+            assert len(flat) <= count, f"{len(flat)} rows in a message of {count}"
+            filled = torch.cat([flat, flat.new_zeros(count - len(flat))]) if len(flat) < count else flat
+            found.append(TableRows(bucket.offsets[table.position], entries, grad.numel // entries, filled))
+        return Rows(tuple(found), count) if found else None
+
+    def nbytes(self, flat: Tensor, world_size: int) -> int:
+        """Bytes of the all-reduce that is as much to send as a bucket of this dtype."""
+        tables = sum(self.count * (INDEX + table.width * flat.dtype.itemsize) for table in self.tables)
+        return sum(part.nbytes for part in self._rest(flat)) + world_size * tables // 2
+
+    def rounds(self, flat: Tensor, sending: "Sending", wire: Tensor | None = None) -> Rounds:
+        """Sums a bucket over the ranks, in place.
+
+        Args:
+            flat: the bucket.
+            sending: where it is the next bucket.
+            wire: the bucket in the dtype in which it travels, if that is another one; spent afterwards.
+        """
+        small = flat if wire is None else wire
+        group, rest = sending.group, self._rest(small)
+        message = self._message(small)
+        received = message.new_empty(group.size * message.numel())
+        works = [sending.transport.start(part, sending.count, counts=False) for part in rest]
+        works.append(_compat.all_gather(group.process_group, received, message))
+        yield Round(works)
+        if wire is not None:
+            for part, narrow in zip(self._rest(flat), rest, strict=True):
+                part.copy_(narrow)
+        self._add_up(flat, received.chunk(group.size), small.dtype)
+
+    def _rest(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a bucket between its tables."""
+        bounds = [0, *(bound for table in self.tables for bound in (table.start, table.end)), flat.numel()]
+        return [flat[i:j] for i, j in zip(bounds[::2], bounds[1::2], strict=True) if i < j]
+
+    def _message(self, flat: Tensor) -> Tensor:
+        """What this rank sends of the tables in a bucket, as bytes."""
+        parts = []
+        for table in self.tables:
+            rows = table.of(flat).index_select(0, table.indices).view(-1)
+            parts += [table.indices.view(torch.uint8), rows.view(torch.uint8), _padding(rows)]
+        return torch.cat(parts)
+
+    def _add_up(self, flat: Tensor, messages: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Puts the sums of the rows in these messages, of all ranks in order, into the tables of a bucket."""
+        for table in self.tables:
+            table.of(flat).index_fill_(0, table.indices, 0)
+        for message in messages:
+            for table, indices, rows in self._read(message, dtype):
+                values = table.of(flat)
+                values.index_copy_(0, indices, values.index_select(0, indices).add_(rows))
+
+    def _read(self, message: Tensor, dtype: torch.dtype) -> Iterator[tuple[TableRows, Tensor, Tensor]]:
+        at = 0
+        for table in self.tables:
+            indices = message[at : at + self.count * INDEX].view(torch.int64)
+            at += self.count * INDEX
+            length = self.count * table.width * dtype.itemsize
+            rows = message[at : at + length].view(dtype).view(self.count, table.width)
+            at += length + -length % INDEX
+            yield table, indices, rows
+
+
+def _padding(rows: Tensor) -> Tensor:
+    """Bytes after these, so that whole numbers may follow."""
+    return rows.new_zeros(-rows.nbytes % INDEX, dtype=torch.uint8)
+
+
+def failed(error: BaseException) -> Failed:
+    """What is raised where the rows of a bucket cannot be sent or added up."""
+    return Failed(f"sending rows of a bucket failed: {error}")

@@ -1,0 +1,158 @@
+"""Finds gradients that are tables of zeros but for a few rows: those of embeddings, and of weights read by index.
+
+    grad = index_put(zeros, indices, rows, accumulate)       only the rows at `indices` can differ from zero
+    grad = embedding_dense_backward(rows, indices, …)
+
+So ranks need not send the table: they send each other the rows, and where they belong. That is the all-gather that
+Horovod makes of TensorFlow's IndexedSlices (A. Sergeev, M. Del Balso, arXiv:1802.05799), here of dense gradients: they
+stay as dense as they were. Whether it is less depends on the batch and on the number of ranks, as everybody receives
+everybody's rows (`traffic`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from .gradients import graph_outputs
+from .layout import contiguous_strides
+from .plan import BucketPlan, GradSpec
+
+__all__ = ["INDEX", "Table", "find_tables", "tables_of", "traffic", "with_rows"]
+
+INDEX = 8
+"""Bytes that tell where a row belongs."""
+
+_ZEROS = ("aten.full", "aten.zeros", "aten.new_zeros", "aten.zeros_like")
+"""What may make a table of zeros; `full` only if that is its value."""
+_SAME = {"aten.add": 2, "prims.convert_element_type": 1, "aten._to_copy": 1}
+"""What has no other rows than the tables it is given, which are its first arguments, so many."""
+_INTO = {
+    "aten.index_add": 2,
+    "aten.index_put": 1,
+    "aten._unsafe_index_put": 1,
+    "aten._unsafe_masked_index_put_accumulate": 2,
+}
+"""What puts rows into a table, and which argument tells where."""
+_NEW = {"aten.embedding_dense_backward": 1, "aten._embedding_bag_backward": 1}
+"""What makes a table of rows, and which argument tells where."""
+_SPARSE = 9
+"""The argument of `_embedding_bag_backward` that asks for a sparse gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A gradient in a bucket of which only some rows can differ from zero.
+
+    Attributes:
+        bucket, position: the gradient.
+        slots: where the program has the indices of those rows.
+        rows: how many each of these has; None for a dynamic number, of what the backward is called with.
+    """
+
+    bucket: int
+    position: int
+    slots: tuple[int, ...]
+    rows: tuple[int | None, ...]
+
+    def count(self, inputs: Sequence[Any]) -> int:
+        """How many rows there are in a backward that is called with these values."""
+        each = zip(self.slots, self.rows, strict=True)
+        return sum(int(inputs[slot].numel()) if rows is None else rows for slot, rows in each)
+
+
+def traffic(rows: int, grad: GradSpec, world_size: int, itemsize: int | None = None) -> int | None:
+    """Bytes of the all-reduce that is as much to send as the rows of a table, gathered by all ranks; None if not less.
+
+    Rows must halve what travels: taking them out of the table and adding them up costs memory traffic of its own.
+
+    Args:
+        rows: how many each rank has.
+        grad: the table.
+        world_size: the number of ranks, N: each sends (N-1) times its rows, or 2(N-1)/N of an all-reduce.
+        itemsize: bytes of an element that travels, if those are not the gradient's own.
+    """
+    itemsize = itemsize or grad.dtype.itemsize
+    width = grad.numel // max(1, grad.shape[0])
+    nbytes = world_size * rows * (INDEX + width * itemsize)
+    return nbytes // 2 if nbytes <= grad.numel * itemsize else None
+
+
+def find_tables(gm: fx.GraphModule, grads: Iterable[GradSpec]) -> dict[int, tuple[fx.Node, ...]]:
+    """Finds the gradients that are tables of a few rows, and the nodes that give the indices of these.
+
+    Args:
+        gm: a backward graph before it is rewritten.
+        grads: its gradients.
+
+    Returns:
+        By output of the backward.
+    """
+    results = graph_outputs(gm.graph)
+    found = {}
+    for grad in grads:
+        lies_by_rows = grad.shape and grad.stride == contiguous_strides(grad.shape)
+        if not (lies_by_rows and grad.numel and grad.dtype.is_floating_point):
+            continue
+        indices = _indices(results[grad.output], grad.shape)
+        if indices and all(_rows(node) is not None or node.op == "placeholder" for node in indices):
+            found[grad.output] = tuple(dict.fromkeys(indices))
+    return found
+
+
+def with_rows(grads: Iterable[GradSpec], tables: Mapping[int, Sequence[fx.Node]]) -> tuple[GradSpec, ...]:
+    """The gradients with the number of rows that was found for them; dynamic ones count as they were traced."""
+    return tuple(
+        replace(grad, rows=sum(map(_traced_rows, tables[grad.output]))) if grad.output in tables else grad
+        for grad in grads
+    )
+
+
+def tables_of(
+    plan: BucketPlan, tables: Mapping[int, Sequence[fx.Node]], slot: Mapping[fx.Node, int]
+) -> tuple[Table, ...]:
+    """The tables of a plan whose indices a program keeps in these slots."""
+    return tuple(
+        Table(bucket.index, i, tuple(slot[node] for node in nodes), tuple(map(_rows, nodes)))
+        for bucket in plan.buckets
+        for i, grad in enumerate(bucket.grads)
+        if (nodes := tables.get(grad.output))
+    )
+
+
+def _indices(node: Any, shape: tuple[int, ...]) -> list[fx.Node] | None:
+    """The indices of all rows of a value that can differ from zero; None if that is not known."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or tuple(node.meta["val"].shape) != shape:
+        return None
+    name = str(node.target).rpartition(".")[0]
+    parts: list[list[fx.Node] | None] = [None]
+    if name in _ZEROS and (name != "aten.full" or node.args[1] == 0):
+        parts = []
+    elif name in _SAME:
+        parts = [_indices(table, shape) for table in node.args[: _SAME[name]]]
+    elif name in _NEW and not (len(node.args) > _SPARSE and node.args[_SPARSE]):
+        parts = [_index(node.args[_NEW[name]])]
+    elif name in _INTO and (name != "aten.index_add" or node.args[1] == 0):
+        parts = [_indices(node.args[0], shape), _index(node.args[_INTO[name]])]
+    return None if None in parts else [index for part in parts for index in part or ()]
+
+
+def _index(where: Any) -> list[fx.Node] | None:
+    """The one node of whole numbers that tells rows; more of them would tell elements, and a mask is something else."""
+    nodes = where if isinstance(where, (list, tuple)) else [where]
+    values = [node.meta.get("val") if isinstance(node, fx.Node) and node.op != "get_attr" else None for node in nodes]
+    known = len(nodes) == 1 and isinstance(values[0], torch.Tensor) and values[0].dtype in (torch.int64, torch.int32)
+    return list(nodes) if known else None
+
+
+def _rows(node: fx.Node) -> int | None:
+    """How many indices a node gives, if that is known."""
+    numel = node.meta["val"].numel()
+    return numel if isinstance(numel, int) else None
+
+
+def _traced_rows(node: fx.Node) -> int:
+    numel = node.meta["val"].numel()
+    return numel if isinstance(numel, int) else int(numel.node.hint or 0)
