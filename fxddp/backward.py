@@ -150,8 +150,8 @@ class Backward:
         kept: Sequence[int] | None,
         views: list[Tensor] | None,
         wire: Tensor | None = None,
-        rows: Rows | None = None,
         *,
+        rows: Rows | None = None,
         idle: AbstractSet[int] = frozenset(),
         is_last: bool,
         outside: bool = False,
@@ -195,7 +195,8 @@ class Backward:
         is_last: bool,
     ) -> None:
         """`launch` for a bucket whose views all go the usual way: they are only made when they are needed."""
-        self.lazy.append((self.launch(flat, parameters, None, None, wire, rows, is_last=is_last), bucket, flat))
+        launched = self.launch(flat, parameters, None, None, wire, rows=rows, is_last=is_last)
+        self.lazy.append((launched, bucket, flat))
 
     def can_launch_inside(self, way: "Way | None") -> bool:
         """Whether collectives that a graph holds are those that would be launched; makes their groups."""
