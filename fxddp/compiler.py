@@ -17,8 +17,8 @@ from .artifact import InPieces, SplitBackward, SplitForward, loading
 from .config import Settings
 from .passes import pipeline
 from .passes.alike import structure
-from .passes.choosing import choose_plan, rounded
-from .passes.cost import Speeds, Work, graph_work
+from .passes.choosing import choose_plan
+from .passes.cost import Speeds, Work, graph_work, rounded
 from .passes.forward import Reads, cut_forward, first_needed, reading, with_work
 from .passes.launching import CAUTION, plan_launches
 from .passes.outline import Outline

@@ -152,10 +152,9 @@ def run_pieces(
         del results  # and no loop variable that would keep the last of them, a packed bucket, through the next piece
         if step.bucket is not None:
             flat, wire = values[step.flat], None if step.wire < 0 else values[step.wire]
-            values[step.flat] = None
-            if step.wire >= 0:
-                values[step.wire] = None
             indices = [values[slot] for table in tables.get(step.bucket, ()) for slot in table.slots]
+            for slot in step.spent:
+                values[slot] = None
             on_bucket(buckets[step.bucket], flat, wire, indices)
             del flat, wire
     outputs: list[Any] = [None] * len(program.outputs)

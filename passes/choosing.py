@@ -6,16 +6,14 @@ A gradient whose rows are added up to a table is its own bucket where it has one
 that it shares. So it shares none where copying it takes longer than one more bucket (`COPYING`).
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
-from .cost import Speeds, Work
+from .cost import Speeds, Work, rounded
 from .outline import Outline
 from .plan import BucketPlan, GradSpec
 from .sizing import Stretch, cut_of
 
-__all__ = ["choose_plan", "rounded"]
+__all__ = ["choose_plan"]
 
 COPYING = 3
 """How often the bytes of a gradient cross the memory bus when it is copied: read, and written to what is read first."""
@@ -49,8 +47,3 @@ def choose_plan(
         and seconds(Work(nbytes=COPYING * grad.nbytes)) > network.delay + cut_of(network)
     )
     return Stretch.of(grads, when, seconds(told.work), network, sent=sent, alone=alone).plan()
-
-
-def rounded(sizes: Mapping[Any, int]) -> dict[Any, int]:
-    """Dynamic sizes as the nearest powers of two."""
-    return {size: 1 << max(0, round(math.log2(max(1, value)))) for size, value in sizes.items()}

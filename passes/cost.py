@@ -14,6 +14,7 @@ Note [fusion]: elementwise operations and reductions count as fused with what th
 costs memory traffic only where it leaves such a group (to a matrix product, a convolution, an output) or enters it.
 """
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,18 @@ from torch import fx
 from .allreduce import is_collective, is_wait
 from .folding import SCALED_MM
 
-__all__ = ["Machine", "Network", "Size", "Speeds", "Work", "graph_work", "node_work", "symbol_values", "valued"]
+__all__ = [
+    "Machine",
+    "Network",
+    "Size",
+    "Speeds",
+    "Work",
+    "graph_work",
+    "node_work",
+    "rounded",
+    "symbol_values",
+    "valued",
+]
 
 Size: TypeAlias = "int | sympy.Expr"
 """A number that may depend on dynamic sizes."""
@@ -118,6 +130,11 @@ def valued(size: Size, values: Mapping[Any, int], *, unknown: int = 1) -> int:
     if not isinstance(size, sympy.Expr):
         return int(size)
     return int(size.subs({symbol: values.get(symbol, unknown) for symbol in size.free_symbols}))
+
+
+def rounded(sizes: Mapping[Any, int]) -> dict[Any, int]:
+    """Dynamic sizes as the nearest powers of two."""
+    return {size: 1 << max(0, round(math.log2(max(1, value)))) for size, value in sizes.items()}
 
 
 def symbol_values(gm: fx.GraphModule) -> dict[sympy.Symbol, int]:

@@ -164,7 +164,7 @@ def cut_forward(
         news = [position_of[k] for k in each.inputs if position_of.get(k) is not None and position_of[k] not in read]
         reads = tuple(position for position in news if position is not None)
         read.update(reads)
-        steps.append(ForwardStep(each.inputs, each.outputs, each.dead, reads))
+        steps.append(ForwardStep(each.inputs, each.outputs, each.dead, each.spent, reads))
     constants = {i: value for i, value in enumerate(results) if not isinstance(value, fx.Node) and value is not None}
     outputs = tuple(slot[value] if isinstance(value, fx.Node) else None for value in results)
     return ForwardProgram(len(slot), tuple(steps), outputs, constants), tuple(modules)

@@ -21,11 +21,13 @@ class Slots:
         inputs: slots handed to the piece, in order.
         outputs: slots its results go to, in order.
         dead: slots nobody reads afterwards.
+        spent: slots nobody reads after what is handed over was taken.
     """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     dead: tuple[int, ...]
+    spent: tuple[int, ...]
 
 
 def cut(
@@ -76,6 +78,7 @@ def cut(
                 inputs=tuple(slot[node] for node in inputs),
                 outputs=tuple(slot[node] for node in outputs),
                 dead=tuple(sorted(slot[node] for node in dead)),
+                spent=tuple(sorted(slot[node] for node in taken if last_use[node] <= k)),
             )
         )
         modules.append(_build(gm, body, inputs, outputs))

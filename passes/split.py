@@ -57,7 +57,7 @@ class Program:
         outputs: for each output of the backward a slot, None, or the gradient's (bucket, position).
         plan: the buckets.
         launches: by bucket, those to launch once it is packed; () for each by itself, in order.
-        tables: gradients of which rows may travel.
+        tables: gradients of which rows may travel; what tells which is handed over with their buckets.
     """
 
     inputs: int
@@ -120,6 +120,7 @@ def split(
             inputs=each.inputs,
             outputs=each.outputs,
             dead=each.dead,
+            spent=each.spent,
             bucket=None if send is None else send.meta[BUCKET_META],
             flat=slot[flat] if isinstance(flat, fx.Node) else -1,
             wire=slot[wire] if isinstance(wire, fx.Node) else -1,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .cost import rounded
 from .gradients import graph_outputs
 from .layout import contiguous_strides
 from .plan import BucketPlan, GradSpec
@@ -49,18 +50,19 @@ class Table:
     Attributes:
         bucket, position: the gradient.
         slots: where the program has the indices of those rows.
-        rows: how many each of these has; None for a dynamic number, of what the backward is called with.
+        rows: how many indices there are, without those whose number is dynamic.
+        alike: for each of the latter, an input of the backward that has as many elements.
     """
 
     bucket: int
     position: int
     slots: tuple[int, ...]
-    rows: tuple[int | None, ...]
+    rows: int
+    alike: tuple[int, ...] = ()
 
     def count(self, inputs: Sequence[Any]) -> int:
         """How many rows there are in a backward that is called with these values."""
-        each = zip(self.slots, self.rows, strict=True)
-        return sum(int(inputs[slot].numel()) if rows is None else rows for slot, rows in each)
+        return self.rows + sum(int(inputs[slot].numel()) for slot in self.alike)
 
 
 def traffic(rows: int, grad: GradSpec, world_size: int, itemsize: int | None = None) -> int | None:
@@ -97,13 +99,13 @@ def find_tables(gm: fx.GraphModule, grads: Iterable[GradSpec]) -> dict[int, tupl
         if not (lies_by_rows and grad.numel and grad.dtype.is_floating_point):
             continue
         indices = _indices(results[grad.output], grad.shape)
-        if indices and all(_rows(node) is not None or node.op == "placeholder" for node in indices):
+        if indices and all(isinstance(_numel(node), int) or _alike(node) for node in indices):
             found[grad.output] = tuple(dict.fromkeys(indices))
     return found
 
 
 def with_rows(grads: Iterable[GradSpec], tables: Mapping[int, Sequence[fx.Node]]) -> tuple[GradSpec, ...]:
-    """The gradients with the number of rows that was found for them; dynamic ones count as they were traced."""
+    """The gradients with the number of rows that was found for them; a dynamic one as the nearest power of two."""
     return tuple(
         replace(grad, rows=sum(map(_traced_rows, tables[grad.output]))) if grad.output in tables else grad
         for grad in grads
@@ -115,7 +117,13 @@ def tables_of(
 ) -> tuple[Table, ...]:
     """The tables of a plan whose indices a program keeps in these slots."""
     return tuple(
-        Table(bucket.index, i, tuple(slot[node] for node in nodes), tuple(map(_rows, nodes)))
+        Table(
+            bucket.index,
+            i,
+            slots=tuple(slot[node] for node in nodes),
+            rows=sum(numel for node in nodes if isinstance(numel := _numel(node), int)),
+            alike=tuple(slot[like] for node in nodes if (like := _alike(node)) is not None),
+        )
         for bucket in plan.buckets
         for i, grad in enumerate(bucket.grads)
         if (nodes := tables.get(grad.output))
@@ -147,12 +155,21 @@ def _index(where: Any) -> list[fx.Node] | None:
     return list(nodes) if known else None
 
 
-def _rows(node: fx.Node) -> int | None:
-    """How many indices a node gives, if that is known."""
-    numel = node.meta["val"].numel()
-    return numel if isinstance(numel, int) else None
+def _numel(node: fx.Node) -> Any:
+    """How many elements a tensor has; None for what is none."""
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else None
+
+
+def _alike(node: fx.Node) -> fx.Node | None:
+    """An input of the graph that has as many elements as this node, if their number is dynamic."""
+    numel = _numel(node)
+    if isinstance(numel, int):
+        return None
+    same = (each for each in node.graph.find_nodes(op="placeholder") if str(_numel(each)) == str(numel))
+    return next(same, None)  # as text: comparing symbols would guard on them
 
 
 def _traced_rows(node: fx.Node) -> int:
-    numel = node.meta["val"].numel()
-    return numel if isinstance(numel, int) else int(numel.node.hint or 0)
+    numel = _numel(node)
+    return numel if isinstance(numel, int) else rounded({node: int(numel.node.hint or 0)})[node]

@@ -157,7 +157,7 @@ def verify_program(program: Program, *, outputs: int) -> None:
         launched_from = {step.flat, step.wire} - {-1} if step.bucket is not None else set()
         launched_from.update(slot for table in program.tables if table.bucket == step.bucket for slot in table.slots)
         assert filled.issuperset(launched_from), f"bucket {step.bucket} is launched from an empty slot"
-        filled -= set(step.dead)
+        filled -= {*step.dead, *step.spent}
     for output in program.outputs:
         assert not isinstance(output, int) or output in filled, f"output slot {output} is empty"
     _verify_launches(program)

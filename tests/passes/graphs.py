@@ -412,11 +412,11 @@ def run_program(program: Program, pieces: Sequence[Any], arguments: Sequence[Any
                 assert wire.is_contiguous() and wire.dtype.itemsize < flat.dtype.itemsize
                 assert_same([wire], [flat.to(wire.dtype)])
                 wire.fill_(torch.nan)
-                slots[step.wire] = _Empty()
+            for table in program.tables_in.get(step.bucket, ()):
+                assert not any(isinstance(slots[i], _Empty) for i in table.slots), f"{table} has no indices"
             flats[step.bucket] = flat.clone()
             flat.fill_(torch.nan)  # a packed bucket is the wire's: nothing else may share its memory
-            slots[step.flat] = _Empty()
-        for i in step.dead:
+        for i in (*step.dead, *step.spent):
             slots[i] = _Empty()
         needed = {i for later in program.steps[k + 1 :] for i in later.inputs}
         needed |= {i for i in program.outputs if isinstance(i, int)}
