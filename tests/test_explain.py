@@ -407,6 +407,36 @@ def some_hook(state: object, bucket: Any) -> Any:
     raise NotImplementedError
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(1000, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x))
+
+
+def test_it_tells_which_tables_travel_in_rows() -> None:
+    x = torch.arange(20)
+    rest = 4 * (4 * 8 + 4)
+    for hook, row in ((None, 4 * 8), ("bf16", 2 * 8)):
+        found = explain(Words(), 4, x=x, bucket_mb=1, comm_hook=hook)
+        (bucket,) = found.buckets
+        assert bucket.route == "all-reduce, all-gather of 20 of 1,000 rows of table.weight"
+        assert bucket.wire_bytes == 4 * 20 * (8 + row) // 2 + (rest if hook is None else rest // 2)
+        assert "and rows in place of tables" in " ".join(str(found).split())
+    alone = explain(Words(), 4, x=x)
+    assert [bucket.route for bucket in alone.buckets] == [
+        "all-reduce",
+        "all-gather of 20 of 1,000 rows of table.weight",
+    ]
+    others: list[dict[str, Any]] = [{}, {}, {"algorithm": "ring"}, {"comm_hook": some_hook}]
+    for world_size, options in zip((1, 64, 4, 4), others, strict=True):
+        whole = explain(Words(), world_size, x=x, **options)
+        assert whole.wire_bytes == whole.nbytes
+        assert "rows" not in str(whole)
+
+
 def test_it_tells_what_was_registered_later() -> None:
     module = nn.Linear(8, 8)
     model = torch.compile(module, backend=fxddp.backend(inner="aot_eager"))

@@ -130,6 +130,7 @@ def _bucket(bucket: Planned, site: Site, told: Outline, share: Callable[[GradSpe
             node=told.grads[grad.output].node,
             source=told.grads[grad.output].source,
             before=share(grad),
+            rows=view.sending.rows(grad),
         )
         for grad in bucket.grads
     )

@@ -40,6 +40,7 @@ class Gradient:
         node: that node's name.
         source: the line of the model whose backward that node is.
         before: share of the backward's time until then.
+        rows: how many rows travel in its place, if it is a table that has few; None if all of it does.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Gradient:
     node: str
     source: Source | None
     before: float
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class Bucket:
     Attributes:
         graph, index: which one, in the order in which they are packed.
         nbytes: as gradients.
-        wire_bytes: that travel, after compression: those of an all-reduce, of which each rank sends 2(N-1)/N by a ring.
+        wire_bytes: that travel, after compression and with rows in place of tables: those of an all-reduce, of which
+            each rank sends 2(N-1)/N by a ring.
         gradients: in the order in which they become ready; it is packed when the last one is.
         piece: after which piece of the backward it is launched: that which packs it, or with overlap="next_forward" a
             later one.

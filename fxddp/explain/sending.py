@@ -10,6 +10,7 @@ from fxddp.comm_hook import CommHook
 from fxddp.config import Settings
 from fxddp.packing import packs
 from fxddp.passes.plan import Bucket as Planned
+from fxddp.passes.plan import GradSpec
 from fxddp.transport import describe
 
 from .parts import Bucket, Graph
@@ -45,7 +46,12 @@ class Sending:
 
     def wire_bytes(self, bucket: Planned) -> int:
         """Bytes that travel for a bucket of a plan."""
-        return self.settings.wire_bytes(bucket, self.world_size)
+        return bucket.nbytes if self.runs.hook else self.settings.wire_bytes(bucket, self.world_size)
+
+    def rows(self, grad: GradSpec) -> int | None:
+        """How many rows travel in place of a table; None for what travels as it is."""
+        in_rows = not self.runs.hook and self.settings.row_bytes(grad, self.world_size) is not None
+        return grad.rows if in_rows else None
 
     def late(self, tensors: Sequence[Tensor], cap: int) -> Iterator[int]:
         """Bytes that travel for each bucket of what leaves after the backward, because no graph packs it."""
@@ -64,6 +70,10 @@ class Sending:
             steps = codec.steps
         if runs.hook is not None:
             steps = f"hook {runs.hook}"
+        tables = [f"{g.rows:,} of {g.shape[0]:,} rows of {g.name}" for g in bucket.gradients if g.rows is not None]
+        if tables:
+            rest = f"{steps}, " if len(tables) < len(bucket.gradients) else ""
+            steps = f"{rest}all-gather of {' and '.join(tables)}"
         return steps if runs.optimizer is None else f"{steps}, then {runs.optimizer}"
 
 

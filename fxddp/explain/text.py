@@ -60,9 +60,11 @@ def _head(found: Explanation) -> Iterator[str]:
         yield "one rank sends nothing" if network else "give world_size, a number of ranks, to see what is sent"
         return
     what = "gradients" if settings["codec"] is None else "compressed gradients"
+    in_rows = any(gradient.rows is not None for bucket in found.buckets for gradient in bucket.gradients)
+    ring = "a ring all-reduce" + ", and rows in place of tables" * in_rows
     hook = settings["comm_hook"]
     sends = "each rank sends at least" if hook is None else f"each rank would send, without {hook},"
-    yield f"{sends} {size(network.sent(found.wire_bytes))} a step (2(N-1)/N of the {what}, by a ring all-reduce)"
+    yield f"{sends} {size(network.sent(found.wire_bytes))} a step (2(N-1)/N of the {what}, by {ring})"
     if settings["bucket_mb"] == AUTO and network.cpu_per_byte:
         call, of_mib = duration(network.cpu_per_call), duration(network.taken(1 << 20))
         costs = f"{call} a bucket and {of_mib} a MiB from the processor"
