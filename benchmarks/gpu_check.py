@@ -317,9 +317,13 @@ class Case:
     tolerance: float
 
 
+VOCABULARY = 2048
+"""Of the transformer: so large that a batch on two ranks reads less than half of its table."""
+
+
 def _transformer(device: torch.device) -> nn.Module:
     models = fresh_models("gpu_check")
-    module: nn.Module = models.Transformer(vocabulary=512, width=128, layers=2, heads=4, length=64)
+    module: nn.Module = models.Transformer(vocabulary=VOCABULARY, width=128, layers=2, heads=4, length=64)
     return module.to(device)
 
 
@@ -330,7 +334,7 @@ def _convnet(device: torch.device) -> nn.Module:
 
 
 def _tokens(draw: torch.Generator, device: torch.device) -> tuple[Tensor, ...]:
-    return (torch.randint(0, 512, (4, 64), generator=draw).to(device),)
+    return (torch.randint(0, VOCABULARY, (4, 64), generator=draw).to(device),)
 
 
 def _images(draw: torch.Generator, device: torch.device) -> tuple[Tensor, ...]:
@@ -489,6 +493,9 @@ def _two_ranks(case: Case, worker: Worker, *, split: bool) -> str:
         found = gradients_of(module)
         differences.append(difference(found, expected, case.tolerance))
         did = expect_covered(backend, split=split)
+        last = backend.stats().last
+        in_rows = case is TRANSFORMER and split
+        assert (last.wire_bytes < last.bytes) == in_rows, f"{last.wire_bytes} bytes travel of {last.bytes}"
         for name, gradient in found.items():
             lowest, highest = gradient.contiguous(), gradient.contiguous().clone()
             dist.all_reduce(lowest, dist.ReduceOp.MIN)

@@ -39,8 +39,6 @@ _INTO = {
 """What puts rows into a table, and which argument tells where."""
 _NEW = {"aten.embedding_dense_backward": 1, "aten._embedding_bag_backward": 1}
 """What makes a table of rows, and which argument tells where."""
-_SPARSE = 9
-"""The argument of `_embedding_bag_backward` that asks for a sparse gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ def _indices(node: Any, shape: tuple[int, ...]) -> list[fx.Node] | None:
         parts = []
     elif name in _SAME:
         parts = [_indices(table, shape) for table in node.args[: _SAME[name]]]
-    elif name in _NEW and not (len(node.args) > _SPARSE and node.args[_SPARSE]):
+    elif name in _NEW:
         parts = [_index(node.args[_NEW[name]])]
     elif name in _INTO and (name != "aten.index_add" or node.args[1] == 0):
         parts = [_indices(node.args[0], shape), _index(node.args[_INTO[name]])]

@@ -329,15 +329,17 @@ def whole(rank: int, world: int) -> None:
     ):
         module = seeded(0, make)
         model, backend = compiled(module, **options)
-        change(module, backend)
         for i in range(2):
             module.zero_grad()
+            if i:
+                change(module, backend)
             want = expected(module, x := indices(i, count))
             loss_of(x)(model).backward()
             what = f"{make.__name__} {count} {options} {change.__name__}"
             expect_equal(gradients(module), want, what, 1e-6)
             record = backend.stats().last
-            expect(record.wire_bytes >= record.bytes, f"{what}: {record.wire_bytes} of {record.bytes} bytes")
+            in_rows = i == 0 and change is not nothing
+            expect(in_rows == (record.wire_bytes < record.bytes), f"{what}, step {i}: {record.wire_bytes} bytes")
 
 
 def test_the_whole_table(pool: Pool) -> None:

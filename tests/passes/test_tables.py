@@ -162,6 +162,8 @@ def test_by_hand() -> None:
     rows, dense = builder.tangent(6, 2), builder.tangent(20, 2)
     first = put(builder, one, rows)
     ones = builder.call(aten.full.default, [20, 2], 1.0)
+    columns = builder.saved(2, dtype=torch.int64)
+    zeros, added = builder.call(aten.full.default, [20, 2], 0.0), builder.call(aten.mul.Tensor, dense, 2)
     outputs = [
         first,
         put(builder, other, rows, first),
@@ -172,6 +174,7 @@ def test_by_hand() -> None:
         builder.call(aten.add.Tensor, first, dense),
         builder.call(aten.add.Tensor, first, 1.0),
         builder.call(aten.mul.Tensor, first, dense),
+        builder.call(aten.index_add.default, zeros, 1, columns, added),
     ]
     gm = builder.finish(outputs)
     assert find_tables(gm, specs_of(gm)) == {0: (one,), 1: (one, other), 2: (one,), 3: (one,)}
