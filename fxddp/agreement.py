@@ -36,7 +36,7 @@ class Proposal:
     ) -> None:
         self.event = event
         self.events: Sequence[Event] = (event,)
-        self.sizes: Sequence[int] = ()
+        self.sizes: Sequence[Sequence[int]] = ()
         self._agreement = agreement
         self._group = group
         self._announced = announced
@@ -85,7 +85,7 @@ class Agreement:
         *,
         carried: bool = False,
         cast: Callable[[], bytes] | None = None,
-        size: int = 0,
+        sizes: Sequence[int] = (),
     ) -> Proposal:
         """Announces what this rank does next.
 
@@ -94,7 +94,7 @@ class Agreement:
             group: the ranks.
             carried: some of it was left over from `no_sync`, so that it is no news in a static graph.
             cast: called on rank 0 for bytes that go out with it; the others get them from `Proposal.receive`.
-            size: a number that may be another one on each rank; all get them as `Proposal.sizes`.
+            sizes: numbers that may be others on each rank; all get them as `Proposal.sizes`, by rank.
 
         Raises:
             RanksDisagree: the ranks lost each other earlier.
@@ -122,7 +122,7 @@ class Agreement:
             elif not event.tables:
                 return Proposal(self, event, group, None, self._next(event.record, known[1]))
         group.confirm()
-        return Proposal(self, event, group, group.channel.announce(event.record, self._describe(event), cast, size))
+        return Proposal(self, event, group, group.channel.announce(event.record, self._describe(event), cast, sizes))
 
     def _next(self, record: Record, decisions: list[Decision]) -> Decision:
         """What was decided at this turn of the first iteration; a step may come several times in one."""

@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -41,7 +42,7 @@ ASK = 2.0
 """Seconds that a wait may take before this rank asks the others where they are."""
 
 WORDS = 6
-"""Integers in a record that the caller fills, beside the one that may differ."""
+"""Integers in a record that the caller fills."""
 
 OTHER_STEPS = (
     "it ran another number of steps. Give all ranks the same number of batches, or use join of "
@@ -53,7 +54,7 @@ LEFT_JOIN = (
 
 Record = tuple[int, ...]
 
-_RECORD = struct.Struct(f"!{WORDS + 3}q")
+_RECORD = struct.Struct(f"!{WORDS + 2}q")
 
 
 class RanksDisagree(RuntimeError):
@@ -74,7 +75,7 @@ class Announced:
     """A record under way to the other ranks.
 
     Attributes:
-        sizes: by rank, the number that came with its record; known with the records.
+        sizes: by rank, the numbers that came with its record; known with the records.
     """
 
     __slots__ = ("_channel", "block", "blocks", "sizes", "what")
@@ -83,7 +84,7 @@ class Announced:
         self.block = block
         self.what = what
         self.blocks: list[bytes] | None = None
-        self.sizes: tuple[int, ...] = ()
+        self.sizes: tuple[tuple[int, ...], ...] = ()
         self._channel = channel
 
     def records(self) -> list[Record]:
@@ -94,11 +95,11 @@ class Announced:
         """
         self._channel.complete(self)
         assert self.blocks is not None
-        rows = [_RECORD.unpack(block) for block in self.blocks]
+        rows = [_RECORD.unpack_from(block) for block in self.blocks]
         if any(row[:2] != rows[0][:2] for row in rows):
             self._channel.refuse_steps(rows)
-        self.sizes = tuple(row[-1] for row in rows)
-        return [row[2:-1] for row in rows]
+        self.sizes = tuple(tuple(array("q", block[_RECORD.size :])) for block in self.blocks)
+        return [row[2:] for row in rows]
 
 
 class Channel:
@@ -127,7 +128,11 @@ class Channel:
         self._given_up: dict[int, int] = {}
 
     def announce(
-        self, record: Sequence[int], what: Callable[[], str], cast: Callable[[], bytes] | None = None, size: int = 0
+        self,
+        record: Sequence[int],
+        what: Callable[[], str],
+        cast: Callable[[], bytes] | None = None,
+        sizes: Sequence[int] = (),
     ) -> Announced:
         """Sends a record.
 
@@ -135,7 +140,7 @@ class Channel:
             record: `WORDS` integers.
             what: describes the step in an error: "rank 0 is about to {what}".
             cast: called on rank 0 for bytes that go out with it; the others ask for them with `receive`.
-            size: a number that may be another one on each rank; not with `cast`.
+            sizes: numbers that may be others on each rank; not with `cast`.
 
         Raises:
             RanksDisagree: the ranks lost each other earlier.
@@ -146,7 +151,7 @@ class Channel:
             if self._open is not None:  # of a backward that was given up: the others count on this rank to pass it on
                 self.complete(self._open)
             self.step += 1
-            block = _RECORD.pack(self.step, self.launched, *record, size)
+            block = _RECORD.pack(self.step, self.launched, *record) + array("q", sizes).tobytes()
             if cast is not None and self.rank == 0:  # first, so that it is there when the record is
                 self._try(lambda: self._wire.cast(block + cast(), STALL), what)
             self._try(lambda: self._wire.start(block), what)

@@ -106,8 +106,8 @@ class Reduction(NodeRun):
         """Runs the pieces and launches; returns the backward's outputs."""
         if self._plan.buckets and not self.backward.deferring:
             event = self.call.binding.event(self.call, self.artifact.program, self.exceptions)
-            size = self._rows_here(inputs) if event.tables else 0
-            self._proposal = self.backward.backend.agreement.announce(event, self.call.group, size=size)
+            sizes = self._rows_here(inputs) if event.tables else ()
+            self._proposal = self.backward.backend.agreement.announce(event, self.call.group, sizes=sizes)
         if self.backward.backend.joining:
             self._decide()
         if self._can_run_whole():
@@ -154,25 +154,20 @@ class Reduction(NodeRun):
             here = {id(p) for bucket in self.by_bucket for p in bucket}
             self._assembly = Assembly(members, here, unused)
 
-    def _rows_here(self, inputs: Sequence[Any]) -> int:
-        """How many rows the table with the most has on this rank; -1 if something is to be added to one."""
-        tables = self.artifact.program.tables_in
-        accumulated = self.backward.holdings.have_accumulated
-        if not self.exceptions.none or any(accumulated(self.by_bucket[index]) for index in tables):
-            return -1
-        return max(table.count(inputs) for each in tables.values() for table in each)
+    def _rows_here(self, inputs: Sequence[Any]) -> list[int]:
+        """How many rows each table has on this rank; -1 if something is to be added to its bucket."""
+        tables, accumulated = self.artifact.program.tables, self.backward.holdings.have_accumulated
+        whole = {t.bucket for t in tables if not self.exceptions.none or accumulated(self.by_bucket[t.bucket])}
+        return [-1 if table.bucket in whole else table.count(inputs) for table in tables]
 
     def _rows(self, bucket: Bucket, indices: Sequence[Tensor]) -> Rows | None:
         """What of a bucket travels in rows; all ranks find the same."""
         if not indices or not self._decide().in_rows:
             return None
         assert self._proposal is not None
-        counts = self._proposal.sizes
-        if min(counts, default=-1) < 0:
-            return None
-        backend = self.backward.backend
-        tables = self.artifact.program.tables_in[bucket.index]
-        return Rows.of(bucket, tables, indices, counts, backend.settings.wire_dtype(bucket).itemsize)
+        counts = dict(zip(self.artifact.program.tables, zip(*self._proposal.sizes, strict=True), strict=True))
+        tables = {table: counts[table] for table in self.artifact.program.tables_in[bucket.index]}
+        return Rows.of(bucket, tables, indices, self.backward.backend.settings.wire_dtype(bucket).itemsize)
 
     def _on_bucket(self, bucket: Bucket, flat: Tensor, wire: Tensor | None, indices: Sequence[Tensor]) -> None:
         decision = self._decide()
@@ -183,7 +178,7 @@ class Reduction(NodeRun):
             start = self._refill(bucket, flat, members)
             if start is None:
                 folded = self._fold(bucket, flat, members)
-                assert rows is None or not folded, f"what bucket {bucket.index} accumulated is in none of its rows"
+                assert rows is None or not folded, f"what was added to bucket {bucket.index} is not in its rows"
                 start = partial(self.backward.launch_later, bucket, flat, members, None if folded else wire, rows)
             self._start(bucket, start)
             return

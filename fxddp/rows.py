@@ -5,19 +5,18 @@
                              all-gather
 
 Which gradients are tables, and where their rows are, the compiler knows (`passes/tables.py`); here they are dense, as
-they were packed. How many rows each rank has stands in the record with which it announces its graph (`channel.py`), or
-that it cannot send rows: its gradients have something accumulated to be added. So all ranks draw the same conclusion
-for every table, where no other way is less to send.
+they were packed. How many rows of each a rank has goes along with the record that announces its graph (`channel.py`),
+or that it cannot send rows, as something accumulated is to be added. So all ranks conclude the same for every table.
 
-Note [which rows]: a message is as long as that of the rank with the most rows, and names a row as often as the model
-read it. All values come out of the table where they are added up already, so a row that is named twice is the same row,
+Note [which rows]: all ranks send as many rows of a table as the one that has the most. Their values come out of the
+table, where they are added up already: a row that the model has read twice is named twice, and is the same both times,
 and one that is named without need, to fill a message, does no harm.
 
 Every rank adds the others' rows, and its own, in the order of ranks: sums are the same everywhere, and for two ranks
 bit by bit those of an all-reduce.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor
 
 from . import _compat
-from .channel import Failed
 from .passes.plan import Bucket
 from .passes.tables import INDEX, Table, traffic
 from .rounds import Round, Rounds
@@ -41,13 +39,18 @@ class TableRows:
     Attributes:
         start: its first element in the bucket.
         entries, width: its shape: rows, and elements in each.
-        indices: where the rows are that this rank sends; int64, flat.
+        indices: where the rows are that this rank sends, as many as all others; int64, flat.
     """
 
     start: int
     entries: int
     width: int
     indices: Tensor
+
+    @property
+    def count(self) -> int:
+        """How many rows each rank sends."""
+        return self.indices.numel()
 
     @property
     def end(self) -> int:
@@ -65,43 +68,40 @@ class Rows:
 
     Attributes:
         tables: in the order of the bucket.
-        count: rows that each rank sends of each, some of them for nothing.
     """
 
     tables: tuple[TableRows, ...]
-    count: int
 
     @staticmethod
     def of(
-        bucket: Bucket, tables: Sequence[Table], values: Sequence[Tensor], counts: Sequence[int], itemsize: int
+        bucket: Bucket, tables: Mapping[Table, Sequence[int]], values: Sequence[Tensor], itemsize: int
     ) -> "Rows | None":
-        """Those of a packed bucket; None where no table is less to send in rows.
+        """Those of a packed bucket; None where no table travels in rows.
 
         Args:
             bucket: as planned.
-            tables: in it.
+            tables: in it, with the number of rows that each rank has; -1 for a rank that cannot send rows.
             values: what the slots of the tables hold, table by table.
-            counts: by rank, how many rows the table with the most has.
             itemsize: bytes of an element that travels.
         """
-        given, count = iter(values), max(counts)
+        given = iter(values)
         found = []
-        for table in tables:
-            grad = bucket.grads[table.position]
+        for table, counts in tables.items():
+            grad, count = bucket.grads[table.position], max(counts)
             indices = [next(given) for _ in table.slots]
-            if traffic(count, grad, len(counts), itemsize) is None:
+            if min(counts) < 0 or traffic(count, grad, len(counts), itemsize) is None:
                 continue
             entries = grad.shape[0]
+            flat = torch.cat([each.reshape(-1).to(torch.int64) for each in indices])
+            assert len(flat) <= count, f"{len(flat)} rows of {grad}, {count} were announced"
             # Negative indices count from the end; what a mask keeps out of the table may be anything.
-            flat = torch.cat([each.reshape(-1).to(torch.int64) for each in indices]).remainder_(entries)
-            assert len(flat) <= count, f"{len(flat)} rows in a message of {count}"
-            filled = torch.cat([flat, flat.new_zeros(count - len(flat))]) if len(flat) < count else flat
+            filled = torch.cat([flat, flat.new_zeros(count - len(flat))]).remainder_(entries)
             found.append(TableRows(bucket.offsets[table.position], entries, grad.numel // entries, filled))
-        return Rows(tuple(found), count) if found else None
+        return Rows(tuple(found)) if found else None
 
     def nbytes(self, flat: Tensor, world_size: int) -> int:
         """Bytes of the all-reduce that is as much to send as a bucket of this dtype."""
-        tables = sum(self.count * (INDEX + table.width * flat.dtype.itemsize) for table in self.tables)
+        tables = sum(table.count * (INDEX + table.width * flat.dtype.itemsize) for table in self.tables)
         return sum(part.nbytes for part in self._rest(flat)) + world_size * tables // 2
 
     def rounds(self, flat: Tensor, sending: "Sending", wire: Tensor | None = None) -> Rounds:
@@ -149,10 +149,10 @@ class Rows:
     def _read(self, message: Tensor, dtype: torch.dtype) -> Iterator[tuple[TableRows, Tensor, Tensor]]:
         at = 0
         for table in self.tables:
-            indices = message[at : at + self.count * INDEX].view(torch.int64)
-            at += self.count * INDEX
-            length = self.count * table.width * dtype.itemsize
-            rows = message[at : at + length].view(dtype).view(self.count, table.width)
+            indices = message[at : at + table.count * INDEX].view(torch.int64)
+            at += table.count * INDEX
+            length = table.count * table.width * dtype.itemsize
+            rows = message[at : at + length].view(dtype).view(table.count, table.width)
             at += length + -length % INDEX
             yield table, indices, rows
 
@@ -160,8 +160,3 @@ class Rows:
 def _padding(rows: Tensor) -> Tensor:
     """Bytes after these, so that whole numbers may follow."""
     return rows.new_zeros(-rows.nbytes % INDEX, dtype=torch.uint8)
-
-
-def failed(error: BaseException) -> Failed:
-    """What is raised where the rows of a bucket cannot be sent or added up."""
-    return Failed(f"sending rows of a bucket failed: {error}")

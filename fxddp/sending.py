@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from .channel import Failed
 from .rounds import Travelling
-from .rows import Rows, failed
+from .rows import Rows
 from .transport import Transport, make_transport
 
 if TYPE_CHECKING:
@@ -98,6 +99,11 @@ class Summed:
         sending.group.settle()
         if rows is not None:
             travels(rows.nbytes(flat, sending.group.size))
+            index, names = sending.count, sending.names
+
+            def failed(error: BaseException) -> Failed:
+                return Failed(f"sending rows failed for bucket {index} ({names(members)}): {error}")
+
             return Travelling(rows.rounds(flat, sending), sending.group, failed)
         travels(flat.nbytes)
         return sending.transport.start(flat, sending.count)

@@ -30,15 +30,17 @@ _ZEROS = ("aten.full", "aten.zeros", "aten.new_zeros", "aten.zeros_like")
 """What may make a table of zeros; `full` only if that is its value."""
 _SAME = {"aten.add": 2, "prims.convert_element_type": 1, "aten._to_copy": 1}
 """What has no other rows than the tables it is given, which are its first arguments, so many."""
-_INTO = {
+_ROWS = {
     "aten.index_add": 2,
     "aten.index_put": 1,
     "aten._unsafe_index_put": 1,
     "aten._unsafe_masked_index_put_accumulate": 2,
+    "aten.embedding_dense_backward": 1,
+    "aten._embedding_bag_backward": 1,
 }
-"""What puts rows into a table, and which argument tells where."""
-_NEW = {"aten.embedding_dense_backward": 1, "aten._embedding_bag_backward": 1}
-"""What makes a table of rows, and which argument tells where."""
+"""What puts rows into a table, and which argument tells where; the table is the first one."""
+_NEW = ("aten.embedding_dense_backward", "aten._embedding_bag_backward")
+"""Those that put them into a new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,8 @@ def find_tables(gm: fx.GraphModule, grads: Iterable[GradSpec]) -> dict[int, tupl
         lies_by_rows = grad.shape and grad.stride == contiguous_strides(grad.shape)
         if not (lies_by_rows and grad.numel and grad.dtype.is_floating_point):
             continue
-        indices = _indices(results[grad.output], grad.shape)
-        if indices and all(isinstance(_numel(node), int) or _alike(node) for node in indices):
+        indices = _indices(results[grad.output], grad)
+        if indices:
             found[grad.output] = tuple(dict.fromkeys(indices))
     return found
 
@@ -128,29 +130,46 @@ def tables_of(
     )
 
 
-def _indices(node: Any, shape: tuple[int, ...]) -> list[fx.Node] | None:
-    """The indices of all rows of a value that can differ from zero; None if that is not known."""
-    if not isinstance(node, fx.Node) or node.op != "call_function" or tuple(node.meta["val"].shape) != shape:
+def _indices(table: Any, grad: GradSpec) -> list[fx.Node]:
+    """The indices of all rows of a value that can differ from zero; [] if that is not known."""
+    found: list[Any] = []
+    seen: set[Any] = set()
+    stack = [table]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        parts = _parts(node, grad)
+        if parts is None:
+            return []
+        stack += parts[0]
+        found += parts[1]
+    return found if all(_tells_rows(index, grad) for index in found) else []
+
+
+def _parts(node: Any, grad: GradSpec) -> tuple[Sequence[Any], Sequence[Any]] | None:
+    """The tables that a value is made of, and the indices of rows that are added to them; None if it is no table."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or tuple(node.meta["val"].shape) != grad.shape:
         return None
     name = str(node.target).rpartition(".")[0]
-    parts: list[list[fx.Node] | None] = [None]
+    where: Any = node.args[_ROWS[name]] if name in _ROWS else ()
+    indices = where if isinstance(where, (list, tuple)) else [where]
     if name in _ZEROS and (name != "aten.full" or node.args[1] == 0):
-        parts = []
-    elif name in _SAME:
-        parts = [_indices(table, shape) for table in node.args[: _SAME[name]]]
-    elif name in _NEW:
-        parts = [_index(node.args[_NEW[name]])]
-    elif name in _INTO and (name != "aten.index_add" or node.args[1] == 0):
-        parts = [_indices(node.args[0], shape), _index(node.args[_INTO[name]])]
-    return None if None in parts else [index for part in parts for index in part or ()]
+        return (), ()
+    if name in _SAME:
+        return node.args[: _SAME[name]], ()
+    if name in _ROWS and len(indices) == 1 and (name != "aten.index_add" or node.args[1] == 0):
+        return (() if name in _NEW else node.args[:1]), indices
+    return None
 
 
-def _index(where: Any) -> list[fx.Node] | None:
-    """The one node of whole numbers that tells rows; more of them would tell elements, and a mask is something else."""
-    nodes = where if isinstance(where, (list, tuple)) else [where]
-    values = [node.meta.get("val") if isinstance(node, fx.Node) and node.op != "get_attr" else None for node in nodes]
-    known = len(nodes) == 1 and isinstance(values[0], torch.Tensor) and values[0].dtype in (torch.int64, torch.int32)
-    return list(nodes) if known else None
+def _tells_rows(index: Any, grad: GradSpec) -> bool:
+    """Whether a value is a tensor of whole numbers, and known when the program runs; a mask is something else."""
+    value = index.meta.get("val") if isinstance(index, fx.Node) and index.op != "get_attr" else None
+    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int64, torch.int32):
+        return False
+    return value.device == grad.device and (isinstance(value.numel(), int) or _alike(index) is not None)
 
 
 def _numel(node: fx.Node) -> Any:

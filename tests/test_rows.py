@@ -35,6 +35,10 @@ from tests.live.pool import Pool
 ENTRIES, WIDTH = 300, 6
 
 
+ONE = {"bucket_mb": 1, "first_bucket_mb": 1}
+"""All gradients of a dtype in one bucket."""
+
+
 class Lookup(nn.Module):
     """An embedding, one of whose rows gets no gradient, and a layer."""
 
@@ -140,7 +144,14 @@ def step(model: Any, backend: fxddp.Backend, x: Tensor, what: str, *, tol: float
 
 def batches(rank: int, world: int) -> None:
     """Batches of other sizes on each rank and in each step, empty ones too."""
-    for make, options in ((Lookup, {}), (Lookup, {"static_graph": True}), (Towers, {}), (Wide, {"bucket_mb": 1})):
+    for make, options in (
+        (Lookup, {}),
+        (Lookup, {"static_graph": True}),
+        (Towers, {}),
+        (Wide, {}),
+        (Towers, ONE),
+        (Wide, ONE),
+    ):
         for dynamic in (False, True):
             torch._dynamo.reset()  # whose limit of graphs for one function would be reached
             module = seeded(0, make)
@@ -191,7 +202,7 @@ def casts(rank: int, world: int) -> None:
     """Rows are sent in 16 bits, and added up in the table's own dtype; the rest is added up in 16 bits."""
     for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         module = seeded(0, Lookup)
-        model, backend = compiled(module, comm_hook=name, bucket_mb=1)
+        model, backend = compiled(module, comm_hook=name, **ONE)
         x = indices(0, 9 - rank)
         local = local_gradients(module, loss_of(x))
         want: Gradients = {}

@@ -177,7 +177,17 @@ def test_by_hand() -> None:
         builder.call(aten.index_add.default, zeros, 1, columns, added),
     ]
     gm = builder.finish(outputs)
-    assert find_tables(gm, specs_of(gm)) == {0: (one,), 1: (one, other), 2: (one,), 3: (one,)}
+    assert find_tables(gm, specs_of(gm)) == {0: (one,), 1: (other, one), 2: (one,), 3: (one,)}
+
+
+def test_a_table_that_is_read_in_every_step_of_a_long_loop() -> None:
+    builder = Builder()
+    index, rows = builder.saved(6, dtype=torch.int64), builder.tangent(6, 2)
+    total = put(builder, index, rows)
+    for _ in range(1500):
+        total = builder.call(aten.add.Tensor, total, total)
+    gm = builder.finish([total])
+    assert find_tables(gm, specs_of(gm)) == {0: (index,)}
 
 
 def test_what_is_stored_in_another_order_is_no_table() -> None:
