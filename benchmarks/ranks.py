@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -217,7 +218,8 @@ class Rank:
             steps.append(packed_after(run.backend.stats().backwards[-1], sent))
         self._streak(run, 0.0, 1)  # none of that is left
         *ready, computed = map(statistics.median, zip(*steps, strict=True))
-        buckets = [torch.zeros(bucket.nbytes // 4) for bucket in sent.buckets]
+        travels = partial(run.backend.settings.wire_bytes, world_size=dist.get_world_size())
+        buckets = [torch.zeros(travels(bucket) // 4) for plan in run.backend.plans for bucket in plan.buckets]
         taken = [[self._communicate([bucket], 0.0)[0] for bucket in buckets] for _ in range(IDEAL_STEPS)]
         return {"ready": ready, "computed": computed, "sending": list(map(statistics.median, zip(*taken, strict=True)))}
 

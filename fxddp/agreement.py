@@ -6,7 +6,7 @@ travel. Where it differs the ranks exchange the events in full, once for each co
 to do (`decision.py`).
 
 With `static_graph=True` that happens in the first synchronised backward; from then on what was agreed there is all that
-may come, and nothing is exchanged, but by graphs whose tables may travel in rows (`rows.py`): how many each rank has.
+may come, and nothing is exchanged, but for tables that travelled in rows then (`rows.py`): how many each rank has.
 """
 
 import weakref
@@ -113,14 +113,15 @@ class Agreement:
             # else ranks would start other collectives, or train otherwise
             backend.replica.agree_on_hooks(backend.registered.names, group)
         if self._closed and not backend.joining and event.kind in (GRAPH, *ENDS):
-            event = event.bare
-            known = self._static.get(event.record)
+            known = self._static.get(event.bare.record)
             if known is None and carried:
-                return Proposal(self, event, group, None, event.alone)
+                return Proposal(self, event.bare, group, None, event.bare.alone)
             if known is None:
-                self._refuse_news(event)
-            elif not event.tables:
-                return Proposal(self, event, group, None, self._next(event.record, known[1]))
+                self._refuse_news(event.bare)
+            else:
+                decision = self._next(event.bare.record, known[1])
+                if not decision.in_rows:
+                    return Proposal(self, event.bare, group, None, decision)
         group.confirm()
         return Proposal(self, event, group, group.channel.announce(event.record, self._describe(event), cast, sizes))
 

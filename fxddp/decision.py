@@ -90,8 +90,9 @@ class Event:
 
     @cached_property
     def bare(self) -> "Event":
-        """The event, and for the end of a backward without its details, which change nothing of what travels."""
-        return replace(self, details=None) if self.kind in ENDS and self.details else self
+        """The event without what may differ between ranks: details of the end of a backward, and which are tables."""
+        details = None if self.kind in ENDS else self.details
+        return replace(self, details=details, tables=()) if self.tables or details != self.details else self
 
     @cached_property
     def with_cast(self) -> "Event":

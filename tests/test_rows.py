@@ -98,6 +98,16 @@ class Chooses(Lookup):
         return self.layer(self.other(x) if other else self.table(x)).tanh()
 
 
+class OneHot(Lookup):
+    """A table on some ranks, a product of matrices on the others."""
+
+    dense = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = F.one_hot(x, ENTRIES).float() @ self.table.weight if self.dense else self.table.weight[x]
+        return self.layer(rows).tanh()
+
+
 class Breaks(Lookup):
     """Its graph ends after the lookup, on one rank."""
 
@@ -376,14 +386,15 @@ def different(rank: int, world: int) -> None:
         record = backend.stats().last
         expect((record.wire_bytes < record.bytes) == (others[0] == others[1]), f"{record.wire_bytes} bytes in step {i}")
 
-    broken = seeded(0, Breaks)
-    broken.broken = rank == 1
-    model, backend = compiled(broken)
-    for i in range(2):
-        broken.zero_grad()
-        want = expected(broken, x := indices(i, 5))
-        loss_of(x)(model).backward()
-        expect_equal(gradients(broken), want, f"a graph break on one rank, step {i}")
+    for kind, static in ((Breaks, False), (OneHot, False), (OneHot, True)):
+        differs: Any = seeded(0, kind)
+        differs.broken = differs.dense = rank == 1
+        model, backend = compiled(differs, static_graph=static)
+        for i in range(3):
+            differs.zero_grad()
+            want = expected(differs, x := indices(i, 5))
+            loss_of(x)(model).backward()
+            expect_equal(gradients(differs), want, f"{kind.__name__}, static_graph={static}, step {i}")
 
 
 def test_ranks_at_different_steps(pool: Pool) -> None:
