@@ -435,6 +435,11 @@ def test_it_tells_which_tables_travel_in_rows() -> None:
         whole = explain(Words(), world_size, x=x, **options)
         assert whole.wire_bytes == whole.nbytes
         assert "rows" not in str(whole)
+    model = torch.compile(Words(), backend=fxddp.backend(inner="aot_eager"))
+    model(x)
+    assert fxddp.explain(model, world_size=4).wire_bytes < fxddp.explain(model, world_size=4).nbytes
+    fxddp.backend_of(model).register_comm_hook(None, some_hook)
+    assert fxddp.explain(model, world_size=4).wire_bytes == fxddp.explain(model, world_size=4).nbytes
 
 
 def test_it_tells_what_was_registered_later() -> None:

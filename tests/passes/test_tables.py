@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
@@ -162,7 +162,7 @@ def test_by_hand() -> None:
     rows, dense = builder.tangent(6, 2), builder.tangent(20, 2)
     first = put(builder, one, rows)
     ones = builder.call(aten.full.default, [20, 2], 1.0)
-    columns = builder.saved(2, dtype=torch.int64)
+    columns, mask = builder.saved(2, dtype=torch.int64), builder.saved(20, dtype=torch.bool)
     zeros, added = builder.call(aten.full.default, [20, 2], 0.0), builder.call(aten.mul.Tensor, dense, 2)
     outputs = [
         first,
@@ -175,6 +175,7 @@ def test_by_hand() -> None:
         builder.call(aten.add.Tensor, first, 1.0),
         builder.call(aten.mul.Tensor, first, dense),
         builder.call(aten.index_add.default, zeros, 1, columns, added),
+        put(builder, mask, builder.call(aten.select.int, rows, 0, 0)),
     ]
     gm = builder.finish(outputs)
     assert find_tables(gm, specs_of(gm)) == {0: (one,), 1: (other, one), 2: (one,), 3: (one,)}
@@ -209,9 +210,13 @@ def test_indices_stay_until_their_bucket_leaves() -> None:
     parameters = {grad.input: torch.empty(grad.shape) for grad in specs_of(gm)}
     done = rewrite_backward(gm, parameters=parameters, forward_outputs=(), cap=1, first_cap=1, way=WAY)
     assert [(table.bucket, table.rows) for table in done.program.tables] == [(1, 6), (2, 6), (3, 6)]
+    assert [len(step.outputs) for step in done.program.steps] == [2, 1, 1, 1], (
+        "an index is handed on by whoever reads it"
+    )
     assert_same(run_program(done.program, done.pieces, inputs), expected)
 
 
+@example(world=2, rows=5, entries=20, width=2, itemsize=4)
 @given(st.integers(2, 64), st.integers(0, 5000), st.integers(1, 3000), st.integers(1, 64), st.sampled_from([2, 4]))
 def test_rows_travel_where_they_halve_what_does(world: int, rows: int, entries: int, width: int, itemsize: int) -> None:
     grad = GradSpec(0, 0, 0, (entries, width), (width, 1), torch.float32, torch.device("cpu"), frozenset(), rows)
