@@ -149,7 +149,7 @@ class Backend:
     @property
     def sends_rows(self) -> bool:
         """Whether tables may travel in rows."""
-        return self.settings.sends_rows and self.registered.carrier.takes_rows
+        return self.settings.allows_rows and self.registered.carrier.takes_rows
 
     def is_ignored(self, tensor: Any) -> bool:
         """Whether a tensor is to be left alone, neither sent nor averaged."""

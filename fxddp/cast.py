@@ -7,17 +7,12 @@ import torch
 from .compression import Codec
 from .parcel import Parcel, numel_of, plain
 from .passes.compress import narrows
-from .rounds import Round, Rounds
+from .rounds import Rounds
 
 
 def cast(parcel: Parcel, wire: torch.dtype) -> Rounds:
-    """The bucket in a narrower dtype; the ranks' values are added in it."""
-    small = parcel.flat.to(wire) if parcel.wire is None else parcel.wire
-    if parcel.rows is not None:
-        yield from parcel.exchange(small, parcel.rows)
-        return
-    yield Round([parcel.all_reduce(small)])
-    parcel.flat.copy_(small)
+    """The bucket in a narrower dtype; the ranks' values are added in it, but rows of tables in that of the bucket."""
+    return parcel.sum(parcel.flat.to(wire) if parcel.wire is None else parcel.wire)
 
 
 class Cast(Codec):

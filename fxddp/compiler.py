@@ -24,6 +24,7 @@ from .passes.launching import CAUTION, plan_launches
 from .passes.outline import Outline
 from .passes.plan import Bucket, BucketPlan, GradSpec
 from .passes.stages import Way
+from .passes.tables import roughly
 
 _nbytes = attrgetter("nbytes")
 
@@ -169,8 +170,8 @@ class Compilation:
         assert speeds is not None
         values = rounded(told.values)
         seconds = [CAUTION * float(speeds.machine.seconds(piece.work.at(values))) for piece in told.pieces]
-        travels = partial(self._settings.wire_bytes, world_size=speeds.network.world_size)
-        sending = [float(speeds.network.all_reduce(travels(bucket))) for bucket in plan.buckets]
+        sent = [sum(self._sent(roughly(grad)) for grad in bucket.grads) for bucket in plan.buckets]
+        sending = [float(speeds.network.all_reduce(nbytes)) for nbytes in sent]
         return plan_launches(list(accumulate(seconds))[: len(sending)], sending, first_needed(plan, self._reads))
 
     def _sent(self, grad: GradSpec) -> int:

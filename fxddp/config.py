@@ -82,7 +82,7 @@ class Settings:
         return None if self.codec is None else self.codec.wire
 
     @property
-    def sends_rows(self) -> bool:
+    def allows_rows(self) -> bool:
         """Whether tables may travel in rows; what sends buckets in another way than by an all-reduce sends all of them.
 
         So does a graph with its collectives inside, as it must do the same for all numbers of rows.
@@ -92,7 +92,7 @@ class Settings:
 
     def row_bytes(self, grad: GradSpec, world_size: int) -> int | None:
         """Bytes that travel for a gradient as `wire_bytes` counts them, if it travels in rows."""
-        if grad.rows is None or not self.sends_rows or world_size < 2:
+        if grad.rows is None or not self.allows_rows or world_size < 2:
             return None
         return traffic(grad.rows, grad, world_size, self.wire_dtype(grad).itemsize)
 

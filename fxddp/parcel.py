@@ -105,10 +105,15 @@ class Parcel:
         self._travels(tensor.nbytes)
         return self._start(tensor)
 
-    def exchange(self, small: Tensor, rows: Rows) -> Rounds:
-        """Sums the bucket over the ranks by what of it travels: in another dtype, and of tables the rows."""
-        self._travels(rows.nbytes(small, self.group.size))
-        return rows.rounds(self.flat, self._sending, None if small is self.flat else small)
+    def sum(self, small: Tensor) -> Rounds:
+        """Sums the bucket over the ranks, in the dtype in which it was cast for travelling; of tables the rows."""
+        if self.rows is not None:
+            self._travels(self.rows.nbytes(small, self.group.size))
+            yield from self.rows.rounds(self.flat, self._sending, small)
+            return
+        yield Round([self.all_reduce(small)])
+        if small is not self.flat:
+            self.flat.copy_(small)
 
     def all_to_all(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Starts sending each rank its part of a tensor, as the first half of an all-reduce does; counts with `gather`.
@@ -132,10 +137,7 @@ class Parcel:
 
 def plain(parcel: Parcel) -> Rounds:
     """The bucket as it is."""
-    if parcel.rows is not None:
-        yield from parcel.exchange(parcel.flat, parcel.rows)
-        return
-    yield Round([parcel.all_reduce(parcel.flat)])
+    return parcel.sum(parcel.flat)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

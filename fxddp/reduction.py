@@ -20,7 +20,7 @@ from .executor import Exceptions, bucket_views, run_pieces, scale_tensors
 from .packing import Assembly
 from .passes.plan import Bucket
 from .refill import refill
-from .rows import Rows
+from .rows import WHOLE, Rows
 
 if TYPE_CHECKING:
     from .artifact import SplitBackward
@@ -155,10 +155,10 @@ class Reduction(NodeRun):
             self._assembly = Assembly(members, here, unused)
 
     def _rows_here(self, inputs: Sequence[Any]) -> list[int]:
-        """How many rows each table has on this rank; -1 if something is to be added to its bucket."""
+        """How many rows each table has on this rank; `WHOLE` if something is to be added to its bucket."""
         tables, accumulated = self.artifact.program.tables, self.backward.holdings.have_accumulated
         whole = {t.bucket for t in tables if not self.exceptions.none or accumulated(self.by_bucket[t.bucket])}
-        return [-1 if table.bucket in whole else table.count(inputs) for table in tables]
+        return [WHOLE if table.bucket in whole else table.count(inputs) for table in tables]
 
     def _rows(self, bucket: Bucket, indices: Sequence[Tensor]) -> Rows | None:
         """What of a bucket travels in rows; all ranks find the same."""

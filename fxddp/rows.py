@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from .sending import Sending
 
 
+WHOLE = -1
+"""In place of a number of rows: this rank must have all of the table travel."""
+
+
 @dataclass(frozen=True, slots=True)
 class TableRows:
     """A table in a bucket, and the rows of it that are not zero.
@@ -80,7 +84,7 @@ class Rows:
 
         Args:
             bucket: as planned.
-            tables: in it, with the number of rows that each rank has; -1 for a rank that cannot send rows.
+            tables: in it, with the number of rows that each rank has, or `WHOLE`.
             values: what the slots of the tables hold, table by table.
             itemsize: bytes of an element that travels.
         """
@@ -89,7 +93,7 @@ class Rows:
         for table, counts in tables.items():
             grad, count = bucket.grads[table.position], max(counts)
             indices = [next(given) for _ in table.slots]
-            if min(counts) < 0 or traffic(count, grad, len(counts), itemsize) is None:
+            if WHOLE in counts or traffic(count, grad, len(counts), itemsize) is None:
                 continue
             entries = grad.shape[0]
             flat = torch.cat([each.reshape(-1).to(torch.int64) for each in indices])
@@ -104,22 +108,21 @@ class Rows:
         tables = sum(table.count * (INDEX + table.width * flat.dtype.itemsize) for table in self.tables)
         return sum(part.nbytes for part in self._rest(flat)) + world_size * tables // 2
 
-    def rounds(self, flat: Tensor, sending: "Sending", wire: Tensor | None = None) -> Rounds:
+    def rounds(self, flat: Tensor, sending: "Sending", small: Tensor) -> Rounds:
         """Sums a bucket over the ranks, in place.
 
         Args:
             flat: the bucket.
             sending: where it is the next bucket.
-            wire: the bucket in the dtype in which it travels, if that is another one; spent afterwards.
+            small: the bucket in the dtype in which it travels, spent afterwards; or itself.
         """
-        small = flat if wire is None else wire
         group, rest = sending.group, self._rest(small)
         message = self._message(small)
         received = message.new_empty(group.size * message.numel())
         works = [sending.transport.start(part, sending.count, counts=False) for part in rest]
         works.append(_compat.all_gather(group.process_group, received, message))
         yield Round(works)
-        if wire is not None:
+        if small is not flat:
             for part, narrow in zip(self._rest(flat), rest, strict=True):
                 part.copy_(narrow)
         self._add_up(flat, received.chunk(group.size), small.dtype)

@@ -104,7 +104,7 @@ class Summed:
             def failed(error: BaseException) -> Failed:
                 return Failed(f"sending rows failed for bucket {index} ({names(members)}): {error}")
 
-            return Travelling(rows.rounds(flat, sending), sending.group, failed)
+            return Travelling(rows.rounds(flat, sending, flat), sending.group, failed)
         travels(flat.nbytes)
         return sending.transport.start(flat, sending.count)
 

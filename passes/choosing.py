@@ -12,6 +12,7 @@ from .cost import Speeds, Work, rounded
 from .outline import Outline
 from .plan import BucketPlan, GradSpec
 from .sizing import Stretch, cut_of
+from .tables import roughly
 
 __all__ = ["choose_plan"]
 
@@ -24,7 +25,8 @@ def choose_plan(
 ) -> BucketPlan:
     """Plans the buckets of a backward graph from its work.
 
-    Dynamic sizes count as the nearest powers of two, so that ranks whose inputs differ a little plan the same.
+    Dynamic sizes and numbers of rows count as the nearest powers of two, so that ranks whose inputs differ a little
+    plan the same.
 
     Args:
         grads: of the graph.
@@ -46,4 +48,8 @@ def choose_plan(
         if told.grads[grad.output].rows
         and seconds(Work(nbytes=COPYING * grad.nbytes)) > network.delay + cut_of(network)
     )
-    return Stretch.of(grads, when, seconds(told.work), network, sent=sent, alone=alone).plan()
+
+    def travels(grad: GradSpec) -> float:
+        return sent(roughly(grad))
+
+    return Stretch.of(grads, when, seconds(told.work), network, sent=travels, alone=alone).plan()

@@ -21,7 +21,7 @@ from .gradients import graph_outputs
 from .layout import contiguous_strides
 from .plan import BucketPlan, GradSpec
 
-__all__ = ["INDEX", "Table", "find_tables", "tables_of", "traffic", "with_rows"]
+__all__ = ["INDEX", "Table", "find_tables", "roughly", "tables_of", "traffic", "with_rows"]
 
 INDEX = 8
 """Bytes that tell where a row belongs."""
@@ -82,6 +82,11 @@ def traffic(rows: int, grad: GradSpec, world_size: int, itemsize: int | None = N
     return nbytes // 2 if nbytes <= grad.numel * itemsize else None
 
 
+def roughly(grad: GradSpec) -> GradSpec:
+    """A gradient with as many rows as the nearest power of two, so that ranks with other batches plan the same."""
+    return grad if grad.rows is None else replace(grad, rows=rounded({None: grad.rows})[None])
+
+
 def find_tables(gm: fx.GraphModule, grads: Iterable[GradSpec]) -> dict[int, tuple[fx.Node, ...]]:
     """Finds the gradients that are tables of a few rows, and the nodes that give the indices of these.
 
@@ -105,7 +110,7 @@ def find_tables(gm: fx.GraphModule, grads: Iterable[GradSpec]) -> dict[int, tupl
 
 
 def with_rows(grads: Iterable[GradSpec], tables: Mapping[int, Sequence[fx.Node]]) -> tuple[GradSpec, ...]:
-    """The gradients with the number of rows that was found for them; a dynamic one as the nearest power of two."""
+    """The gradients with the number of rows that was found for them; a dynamic one as it was traced."""
     return tuple(
         replace(grad, rows=sum(map(_traced_rows, tables[grad.output]))) if grad.output in tables else grad
         for grad in grads
@@ -189,4 +194,4 @@ def _alike(node: fx.Node) -> fx.Node | None:
 
 def _traced_rows(node: fx.Node) -> int:
     numel = _numel(node)
-    return numel if isinstance(numel, int) else rounded({node: int(numel.node.hint or 0)})[node]
+    return numel if isinstance(numel, int) else int(numel.node.hint or 0)
