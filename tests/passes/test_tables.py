@@ -191,6 +191,16 @@ def test_a_table_that_is_read_in_every_step_of_a_long_loop() -> None:
     assert find_tables(gm, specs_of(gm)) == {0: (index,)}
 
 
+@pytest.mark.parametrize(("device", "rows"), [("cuda", 6), ("cpu", None)])
+def test_indices_lie_beside_their_table(device: str, rows: int | None) -> None:
+    """Torch takes those of the host for a table on a GPU; they would have to be copied there to be sent."""
+    builder = Builder()
+    index, tangent = builder.saved(6, dtype=torch.int64, device=device), builder.tangent(6, 2, device="cuda")
+    zeros = builder.call(aten.full.default, [20, 2], 0.0, device=torch.device("cuda", 0))
+    gm = builder.finish([put(builder, index, tangent, zeros)])
+    assert bool(find_tables(gm, specs_of(gm))) == (rows is not None)
+
+
 def test_what_is_stored_in_another_order_is_no_table() -> None:
     builder = Builder()
     gm = builder.finish([put(builder, builder.saved(6, dtype=torch.int64), builder.tangent(6, 2))])
