@@ -143,9 +143,9 @@ class ManyUnits(nn.Module):
 class BigTable(nn.Module):
     """An embedding table of 32 MiB under a body of 8 MiB: most bytes in one dense gradient, which is ready last."""
 
-    def __init__(self, entries: int, width: int, layers: int) -> None:
+    def __init__(self, entries: int, width: int, layers: int, *, sparse: bool = False) -> None:
         super().__init__()
-        self.table = nn.Embedding(entries, width)
+        self.table = nn.Embedding(entries, width, sparse=sparse)
         self.body = ResidualMLP(width, layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -183,6 +183,11 @@ def _embedding(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return BigTable(entries=16384, width=512, layers=8), (torch.randint(0, 16384, (128, 4), generator=draw),)
 
 
+def _sparse(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    model = BigTable(entries=16384, width=512, layers=8, sparse=True)
+    return model, (torch.randint(0, 16384, (128, 4), generator=draw),)
+
+
 def _many(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return ManyUnits(layers=100, width=16), (torch.randn(16, 16, generator=draw),)
 
@@ -198,6 +203,7 @@ MODELS: dict[str, Callable[[torch.Generator], tuple[nn.Module, tuple[Tensor, ...
     "mlp": _mlp,  # 64 MiB, little arithmetic per byte: the network decides
     "tiny": _tiny,  # 200 parameters of a few KiB: the cost per parameter and per call decides
     "embedding": _embedding,  # 40 MiB, 32 of them one gradient: nothing left to hide it behind
+    "sparse": _sparse,  # the same with a sparse gradient, which DDP's user may ask for
     "many": _many,  # 10,000 parameters of 64 bytes
     "thin": _thin,  # 10,000 parameters in 4: what compiling costs at the least
     "smoke": _smoke,  # compiles in a moment; for trying the benchmark itself, its figures mean nothing

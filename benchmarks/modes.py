@@ -250,7 +250,7 @@ def averaged_gradients(run: Run, *, by_hand: bool) -> dict[str, Tensor]:
     found = {}
     for name, parameter in run.module.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
-        found[name] = parameter.grad.detach().clone()
+        found[name] = parameter.grad.detach().to_dense().clone()
         if by_hand:
             dist.all_reduce(found[name])
             found[name] /= dist.get_world_size()
