@@ -383,9 +383,10 @@ def backend(
             Distributed", VLDB 2020, arXiv:2006.15704); see examples/groups.py.
         device_mesh: in place of `process_group`: the ranks of a mesh of one dimension, or of two, (nodes, ranks inside
             a node), for a hierarchical reduction.
-        algorithm: "all_reduce"; "ring", a reduce-scatter and an all-gather; "hierarchical", a reduce-scatter inside a
-            node, an all-reduce across nodes of each rank's part, and an all-gather inside; `transport.py` has the
-            papers. Sums are those of an all-reduce up to rounding. None for what fits the mesh.
+        algorithm: "all_reduce", but an all-gather of rows for tables where that is less to send (`rows.py`); "ring", a
+            reduce-scatter and an all-gather; "hierarchical", a reduce-scatter inside a node, an all-reduce across nodes
+            of each rank's part, and an all-gather inside; `transport.py` has the papers. Sums are those of an
+            all-reduce up to rounding. None for what fits the mesh.
         inner: what compiles forward and the pieces of the backward: "inductor", "aot_eager" (runs the operators one by
             one; for debugging), or a callable `(graph, example_inputs) -> callable`.
         options: inductor's settings, as in `torch.compile`.
