@@ -5,6 +5,7 @@ models per mode]` there). Keep the file free of state, and let it import nothing
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -179,12 +180,8 @@ def _thin(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return ResidualMLP(width=70, layers=2), (torch.randn(16, 70, generator=draw),)
 
 
-def _embedding(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return BigTable(entries=16384, width=512, layers=8), (torch.randint(0, 16384, (128, 4), generator=draw),)
-
-
-def _sparse(draw: torch.Generator) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    model = BigTable(entries=16384, width=512, layers=8, sparse=True)
+def _embedding(draw: torch.Generator, *, sparse: bool = False) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    model = BigTable(entries=16384, width=512, layers=8, sparse=sparse)
     return model, (torch.randint(0, 16384, (128, 4), generator=draw),)
 
 
@@ -203,7 +200,7 @@ MODELS: dict[str, Callable[[torch.Generator], tuple[nn.Module, tuple[Tensor, ...
     "mlp": _mlp,  # 64 MiB, little arithmetic per byte: the network decides
     "tiny": _tiny,  # 200 parameters of a few KiB: the cost per parameter and per call decides
     "embedding": _embedding,  # 40 MiB, 32 of them one gradient: nothing left to hide it behind
-    "sparse": _sparse,  # the same with a sparse gradient, which DDP's user may ask for
+    "sparse": partial(_embedding, sparse=True),  # the same with a sparse gradient, which DDP's user may ask for
     "many": _many,  # 10,000 parameters of 64 bytes
     "thin": _thin,  # 10,000 parameters in 4: what compiling costs at the least
     "smoke": _smoke,  # compiles in a moment; for trying the benchmark itself, its figures mean nothing

@@ -108,8 +108,7 @@ class Parcel:
     def sum(self, small: Tensor) -> Rounds:
         """Sums the bucket over the ranks, in the dtype in which it was cast for travelling; of tables the rows."""
         if self.rows is not None:
-            self._travels(self.rows.nbytes(small, self.group.size))
-            yield from self.rows.rounds(self.flat, self._sending, small)
+            yield from self.rows.rounds(self.flat, small, self._sending, self._travels)
             return
         yield Round([self.all_reduce(small)])
         if small is not self.flat:

@@ -16,7 +16,7 @@ Every rank adds the others' rows, and its own, in the order of ranks: sums are t
 bit by bit those of an all-reduce.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from . import _compat
 from .passes.plan import Bucket
-from .passes.tables import INDEX, Table, traffic
+from .passes.tables import INDEX, Table, message_bytes, traffic
 from .rounds import Round, Rounds
 
 if TYPE_CHECKING:
@@ -103,20 +103,22 @@ class Rows:
             found.append(TableRows(bucket.offsets[table.position], entries, grad.numel // entries, filled))
         return Rows(tuple(found)) if found else None
 
-    def nbytes(self, flat: Tensor, world_size: int) -> int:
+    def _nbytes(self, flat: Tensor, world_size: int) -> int:
         """Bytes of the all-reduce that is as much to send as a bucket of this dtype."""
-        tables = sum(table.count * (INDEX + table.width * flat.dtype.itemsize) for table in self.tables)
+        tables = sum(message_bytes(table.count, table.width, flat.dtype.itemsize) for table in self.tables)
         return sum(part.nbytes for part in self._rest(flat)) + world_size * tables // 2
 
-    def rounds(self, flat: Tensor, sending: "Sending", small: Tensor) -> Rounds:
+    def rounds(self, flat: Tensor, small: Tensor, sending: "Sending", travels: Callable[[int], None]) -> Rounds:
         """Sums a bucket over the ranks, in place.
 
         Args:
             flat: the bucket.
-            sending: where it is the next bucket.
             small: the bucket in the dtype in which it travels, spent afterwards; or itself.
+            sending: where it is the next bucket.
+            travels: to be told the bytes.
         """
         group, rest = sending.group, self._rest(small)
+        travels(self._nbytes(small, group.size))
         message = self._message(small)
         received = message.new_empty(group.size * message.numel())
         works = [sending.transport.start(part, sending.count, counts=False) for part in rest]

@@ -98,13 +98,12 @@ class Summed:
         """As `Carrier.start`."""
         sending.group.settle()
         if rows is not None:
-            travels(rows.nbytes(flat, sending.group.size))
             index, names = sending.count, sending.names
 
             def failed(error: BaseException) -> Failed:
                 return Failed(f"sending rows failed for bucket {index} ({names(members)}): {error}")
 
-            return Travelling(rows.rounds(flat, sending, flat), sending.group, failed)
+            return Travelling(rows.rounds(flat, flat, sending, travels), sending.group, failed)
         travels(flat.nbytes)
         return sending.transport.start(flat, sending.count)
 

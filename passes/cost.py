@@ -36,6 +36,7 @@ __all__ = [
     "Work",
     "graph_work",
     "node_work",
+    "power_of_two",
     "rounded",
     "symbol_values",
     "valued",
@@ -134,7 +135,12 @@ def valued(size: Size, values: Mapping[Any, int], *, unknown: int = 1) -> int:
 
 def rounded(sizes: Mapping[Any, int]) -> dict[Any, int]:
     """Dynamic sizes as the nearest powers of two."""
-    return {size: 1 << max(0, round(math.log2(max(1, value)))) for size, value in sizes.items()}
+    return {size: power_of_two(value) for size, value in sizes.items()}
+
+
+def power_of_two(value: int) -> int:
+    """The nearest one."""
+    return 1 << max(0, round(math.log2(max(1, value))))
 
 
 def symbol_values(gm: fx.GraphModule) -> dict[sympy.Symbol, int]:

@@ -110,9 +110,10 @@ def split(
     sends = [next((node for node in nodes if is_send(node)), None) for nodes in pieces]
     packed = [(None, None) if send is None else packed_bucket(send) for send in sends]
     handed = {k: [node for node in pair if isinstance(node, fx.Node)] for k, pair in enumerate(packed)}
+    tables = tables or {}
     for k, send in enumerate(sends):
-        bucket = () if send is None or not tables else plan.buckets[send.meta[BUCKET_META]].grads
-        handed[k] += dict.fromkeys(node for grad in bucket for node in (tables or {}).get(grad.output, ()))
+        grads = () if send is None else plan.buckets[send.meta[BUCKET_META]].grads
+        handed[k] += dict.fromkeys(node for grad in grads for node in tables.get(grad.output, ()))
     left_out = [node for node in chain.from_iterable(pieces) if is_send(node) or STAGE_META in node.meta]
     slots, slot, modules = cut(gm, pieces, returned=kept, handed=handed, left_out=left_out)
     steps = [
@@ -137,7 +138,7 @@ def split(
             value.meta.get(GRADIENT_META, slot.get(value)) if isinstance(value, fx.Node) else None for value in results
         ),
         plan=plan,
-        tables=tables_of(plan, tables or {}, slot),
+        tables=tables_of(plan, tables, slot),
     )
     return program, tuple(modules)
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from .cost import rounded
+from .cost import power_of_two
 from .gradients import graph_outputs
 from .layout import contiguous_strides
 from .plan import BucketPlan, GradSpec
 
-__all__ = ["INDEX", "Table", "find_tables", "roughly", "tables_of", "traffic", "with_rows"]
+__all__ = ["INDEX", "Table", "find_tables", "message_bytes", "roughly", "tables_of", "traffic", "with_rows"]
 
 INDEX = 8
 """Bytes that tell where a row belongs."""
@@ -65,7 +65,12 @@ class Table:
         return self.rows + sum(int(inputs[slot].numel()) for slot in self.alike)
 
 
-def traffic(rows: int, grad: GradSpec, world_size: int, itemsize: int | None = None) -> int | None:
+def message_bytes(rows: int, width: int, itemsize: int) -> int:
+    """Bytes of rows of so many elements, and of what tells where they belong."""
+    return rows * (INDEX + width * itemsize)
+
+
+def traffic(rows: int, grad: GradSpec, world_size: int, itemsize: int) -> int | None:
     """Bytes of the all-reduce that is as much to send as the rows of a table, gathered by all ranks; None if not less.
 
     Rows must halve what travels: taking them out of the table and adding them up costs memory traffic of its own.
@@ -74,17 +79,16 @@ def traffic(rows: int, grad: GradSpec, world_size: int, itemsize: int | None = N
         rows: how many each rank has.
         grad: the table.
         world_size: the number of ranks, N: each sends (N-1) times its rows, or 2(N-1)/N of an all-reduce.
-        itemsize: bytes of an element that travels, if those are not the gradient's own.
+        itemsize: bytes of an element that travels.
     """
-    itemsize = itemsize or grad.dtype.itemsize
     width = grad.numel // max(1, grad.shape[0])
-    nbytes = world_size * rows * (INDEX + width * itemsize)
+    nbytes = world_size * message_bytes(rows, width, itemsize)
     return nbytes // 2 if nbytes <= grad.numel * itemsize else None
 
 
 def roughly(grad: GradSpec) -> GradSpec:
     """A gradient with as many rows as the nearest power of two, so that ranks with other batches plan the same."""
-    return grad if grad.rows is None else replace(grad, rows=rounded({None: grad.rows})[None])
+    return grad if grad.rows is None else replace(grad, rows=power_of_two(grad.rows))
 
 
 def find_tables(gm: fx.GraphModule, grads: Iterable[GradSpec]) -> dict[int, tuple[fx.Node, ...]]:

@@ -83,13 +83,9 @@ OTHERS: dict[str, Read] = {
 
 def indices_of(captured: Captured) -> dict[str, Tensor]:
     """What the indices found for each table are in the run that was captured, by the parameter's name."""
-
-    class Values(fx.Interpreter):
-        pass
-
     grads = captured.grads()
     nodes = find_tables(captured.backward, grads.values())
-    interpreter = Values(captured.backward, garbage_collect_values=False)
+    interpreter = fx.Interpreter(captured.backward, garbage_collect_values=False)
     interpreter.run(*captured.arguments)
     return {
         name: torch.cat([interpreter.env[node].flatten() for node in nodes[grad.output]])
